@@ -1,0 +1,1 @@
+"""Experiments: one file is one question, run as `python -m experiments.<name>`."""

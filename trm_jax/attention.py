@@ -1,0 +1,95 @@
+"""Causal attention over left-padded rows, behind one signature.
+
+    attention(q [B,T,H,C], k [B,S,Hkv,C], v, slots=[T], start=[B]) -> [B,T,H,C]
+
+Query t sits at slot slots[t] and sees key slots start[b] <= s <= slots[t]. A query before its row's
+start sees nothing; its output is finite and meaningless.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Attention = Callable[..., Float[Array, 'B T H C']]
+
+_MASKED = -1e30  # finite: a row without any visible key must not become NaN
+
+
+def _visible(key_slots, slots, start):
+  causal = key_slots[None, None] <= slots[None, :, None]
+  return causal & (key_slots[None, None] >= start[:, None, None])
+
+
+def plain(
+  q: Float[Array, 'B T H C'],
+  k: Float[Array, 'B S Hkv C'],
+  v: Float[Array, 'B S Hkv C'],
+  *,
+  slots: Int[Array, 'T'],
+  start: Int[Array, 'B'],
+) -> Float[Array, 'B T H C']:
+  """Softmax attention that holds the scores [B,H,T,S]; right for short rows and for decoding."""
+  visible = _visible(jnp.arange(k.shape[1]), slots, start)
+  return jax.nn.dot_product_attention(
+    q, k.astype(q.dtype), v.astype(q.dtype), mask=visible[:, None]
+  )
+
+
+def blockwise(
+  q: Float[Array, 'B T H C'],
+  k: Float[Array, 'B S Hkv C'],
+  v: Float[Array, 'B S Hkv C'],
+  *,
+  slots: Int[Array, 'T'],
+  start: Int[Array, 'B'],
+  block: int = 128,
+) -> Float[Array, 'B T H C']:
+  """The same values with an online softmax over blocks of keys; never holds more than [B,H,b,b].
+
+  The backward pass recomputes each block (`jax.checkpoint`), so its memory is linear in T too.
+  """
+  batch, length, heads, width = q.shape
+  kv_heads, share = k.shape[2], heads // k.shape[2]
+  block_q, block_k = min(block, length), min(block, k.shape[1])
+
+  def blocks(x, size, axis):
+    """Pads `axis` to whole blocks and moves the block index to the front."""
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (0, -x.shape[axis] % size)
+    x = jnp.pad(x, pad)
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+  q = q.astype(jnp.float32).reshape(batch, length, kv_heads, share, width) * width**-0.5
+  q_blocks, slot_blocks = blocks(q, block_q, 1), blocks(slots, block_q, 0)
+  k_blocks, v_blocks = (blocks(x.astype(jnp.float32), block_k, 1) for x in (k, v))
+  # Padded keys get a slot beyond every query's.
+  key_slots = jnp.arange(k_blocks.shape[0] * block_k).reshape(-1, block_k)
+  key_slots = jnp.where(key_slots < k.shape[1], key_slots, jnp.iinfo(jnp.int32).max)
+
+  def one_query_block(xs):
+    q_b, slots_b = xs
+
+    @jax.checkpoint
+    def one_key_block(carry, xs):
+      top, weight, mixed = carry
+      k_b, v_b, key_slots_b = xs
+      scores = jnp.einsum('bthgc,bshc->bthgs', q_b, k_b)
+      visible = _visible(key_slots_b, slots_b, start)[:, :, None, None]
+      scores = jnp.where(visible, scores, _MASKED)
+      new_top = jnp.maximum(top, scores.max(-1))
+      p = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0)
+      old = jnp.exp(top - new_top)
+      mixed = mixed * old[..., None] + jnp.einsum('bthgs,bshc->bthgc', p, v_b)
+      return (new_top, weight * old + p.sum(-1), mixed), None
+
+    top = jnp.full_like(q_b[..., 0], _MASKED)
+    carry = (top, jnp.zeros_like(top), jnp.zeros_like(q_b))
+    (_, weight, mixed), _ = jax.lax.scan(one_key_block, carry, (k_blocks, v_blocks, key_slots))
+    return mixed / jnp.where(weight > 0, weight, 1)[..., None]
+
+  _, out = jax.lax.scan(lambda c, xs: (c, one_query_block(xs)), None, (q_blocks, slot_blocks))
+  out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, width)[:, :length]
+  return out.astype(v.dtype)

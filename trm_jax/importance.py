@@ -1,0 +1,82 @@
+"""Ratio corrections: how much a token sampled by the rollout counts for the policy.
+
+    log_ratio = logp_policy - logp_rollout,   ratio = exp(log_ratio)
+
+Weights are detached from the gradient and 1 outside `valid`. NaN means that the engine reported no
+log-prob for the token; `resolve_missing` decides once, before anything else, what becomes of it.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+# exp(20) = 5e8: beyond that a ratio says "different", and float32 products overflow. Applied inside
+# the exponential only, never before a criterion sees the log-ratio.
+LOG_RATIO_CAP = 20.0
+
+Missing = Literal['reject', 'neutral', 'error']
+
+
+def ratio(log_ratio: Float[Array, '*s'], valid: Bool[Array, '*s']) -> Float[Array, '*s']:
+  """exp(log_ratio) in (0, e^20] on valid tokens and 1 elsewhere; differentiable, finite always."""
+  safe = jnp.where(valid & ~jnp.isnan(log_ratio), log_ratio, 0)
+  return jnp.exp(jnp.clip(safe, -LOG_RATIO_CAP, LOG_RATIO_CAP))
+
+
+def none(log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B T']:
+  """No correction: weight 1."""
+  del valid
+  return jnp.ones_like(log_ratio)
+
+
+def truncated(
+  log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T'], *, max_ratio: float = 2.0
+) -> Float[Array, 'B T']:
+  """Truncated importance sampling (TIS) per token: min(ratio, max_ratio), detached."""
+  return jax.lax.stop_gradient(jnp.minimum(ratio(log_ratio, valid), max_ratio))
+
+
+def sequence_truncated(
+  log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T'], *, max_ratio: float = 2.0
+) -> Float[Array, 'B T']:
+  """TIS per sequence: min(product of ratios, max_ratio) on each of its tokens, detached."""
+  log_product = jnp.where(valid, log_ratio, 0).sum(-1, keepdims=True)
+  product = jnp.minimum(ratio(log_product, jnp.ones_like(log_product, bool)), max_ratio)
+  return jax.lax.stop_gradient(jnp.where(valid, product, 1))
+
+
+def resolve_missing(
+  rollout_logp: Float[Array, 'B T'],
+  policy_logp: Float[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  *,
+  missing: Missing = 'reject',
+) -> tuple[Float[Array, 'B T'], Bool[Array, 'B']]:
+  """(rollout log-probs without NaN on valid tokens, rows that may be used).
+
+  `reject` drops a row with a missing log-prob, `neutral` reads the engine as agreeing there (ratio
+  1), `error` is raised by the training loop before the batch is used and acts as `reject` here. An
+  infinite log-ratio on a valid token is a real violation and always drops the row. No gradient
+  flows into the filled values.
+  """
+  absent = jnp.isnan(rollout_logp)
+  filled = jnp.where(absent, jax.lax.stop_gradient(policy_logp), rollout_logp)
+  log_ratio = jax.lax.stop_gradient(policy_logp) - filled
+  bad = valid & ~jnp.isfinite(log_ratio)
+  if missing != 'neutral':
+    bad = bad | (valid & absent)
+  return filled, ~bad.any(-1)
+
+
+def effective_sample_size(
+  log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T']
+) -> Float[Array, '']:
+  """Effective share of sequences, in (0, 1]: (sum W)^2 / (B sum W^2), W = product of ratios.
+
+  Computed from log W, so it neither overflows nor depends on a clamp; empty rows count as W = 1.
+  """
+  log_w = jax.lax.stop_gradient(jnp.where(valid, log_ratio, 0)).astype(jnp.float32).sum(-1)
+  first, second = jax.nn.logsumexp(log_w), jax.nn.logsumexp(2 * log_w)
+  return jnp.exp(2 * first - second) / log_w.shape[0]

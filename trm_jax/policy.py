@@ -1,0 +1,381 @@
+"""The policy: a Qwen3-shaped decoder (RMSNorm, RoPE, GQA, QK-norm, SwiGLU; dense or MoE).
+
+Flax NNX describes the modules; at the border everything is functional: `init` gives a plain nested
+dict, `apply` is pure. This is the only file that imports flax, so another module library would be a
+change of one file.
+
+    params = init(key, config)
+    hidden, cache, aux = apply(params, config, tokens, start=start)
+    scores = logits(params, hidden)            # float32 [B, T, V]
+
+Rows are left-padded: `start[b]` is the first real slot, and attention masks by slot, never by token
+id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations, the
+KV cache and router scores; a hook that is None is not traced at all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from trm_jax import attention as attn
+from trm_jax import sharding
+from trm_jax.sharding import DATA, MODEL
+from trm_jax.types import InputError
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+  """Architecture. The defaults are the toy model of the experiments (about 94k parameters at V = 16)."""
+
+  # Residual width D.
+  width: int = 48
+  # Decoder layers N.
+  layers: int = 2
+  # Query heads, and the key/value heads they share (grouped-query attention).
+  heads: int = 4
+  kv_heads: int = 4
+  # Width of one head.
+  head_width: int = 12
+  # Inner width of the SwiGLU block, or of one expert.
+  mlp_width: int = 64
+  # Experts per layer; 0 = a dense model.
+  experts: int = 4
+  # Experts a token is sent to (top-k of the router's softmax).
+  experts_per_token: int = 1
+  # Rescale the chosen experts' gates to sum to 1. With one expert that would cut the router's
+  # gradient, so it needs experts_per_token >= 2.
+  normalize_gates: bool = False
+  # Base wavelength of the rotary positions.
+  rope_base: float = 10_000.0
+  # Share the embedding with the output head.
+  tied_head: bool = False
+  # Compute dtype of matmuls; parameters are float32 always.
+  dtype: str = 'float32'
+  # Recompute each layer in the backward pass instead of storing its activations.
+  remat: bool = False
+
+  def __post_init__(self):
+    for name in ('width', 'layers', 'heads', 'kv_heads', 'head_width', 'mlp_width'):
+      if getattr(self, name) < 1:
+        raise InputError(f'policy.{name}={getattr(self, name)} must be at least 1.')
+    if self.heads % self.kv_heads:
+      raise InputError(
+        f'policy.heads={self.heads} is not a multiple of policy.kv_heads={self.kv_heads}.'
+      )
+    if self.head_width % 2:
+      raise InputError(f'policy.head_width={self.head_width} must be even (rotary pairs).')
+    if self.experts and not 1 <= self.experts_per_token <= self.experts:
+      raise InputError(
+        f'policy.experts_per_token={self.experts_per_token} must lie in 1..{self.experts}'
+        ' (policy.experts).'
+      )
+    if self.experts and self.normalize_gates and self.experts_per_token == 1:
+      raise InputError(
+        'policy.normalize_gates with experts_per_token=1 makes every gate 1 and leaves the router'
+        ' without a gradient; set normalize_gates to False.'
+      )
+    if self.dtype not in ('float32', 'bfloat16', 'float16'):
+      raise InputError(f'policy.dtype={self.dtype!r} is not float32, bfloat16 or float16.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hooks:
+  """What a rollout engine does differently. None costs nothing: the hook is not traced.
+
+  Attributes:
+    activation: applied to the input of every matmul of a layer.
+    kv: applied to keys and values as they enter the cache.
+    router: (router scores [B,T,E], layer, noise keys [B,T]) -> disturbed scores.
+  """
+
+  activation: Callable[[Array], Array] | None = None
+  kv: Callable[[Array], Array] | None = None
+  router: Callable[[Array, Array, Array], Array] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """Keys and values of every layer, [N, B, L, kv_heads, C] each."""
+
+  k: Float[Array, 'N B L H C']
+  v: Float[Array, 'N B L H C']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Aux:
+  """Router scores after hooks, [B, T, N, E], and chosen experts [B, T, N, K]; None if dense."""
+
+  router_logits: Float[Array, 'B T N E'] | None
+  routes: Int[Array, 'B T N K'] | None
+
+
+def _rms_norm(x, scale):
+  x32 = x.astype(jnp.float32)
+  unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
+  shape = (1,) * (x.ndim - 1) + scale.shape
+  return (unit * scale.reshape(shape)).astype(x.dtype)
+
+
+def _rotate(x, positions, base):
+  half = x.shape[-1] // 2
+  frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _through(hook, x):
+  return x if hook is None else hook(x)
+
+
+def _laid_out(name, *axes):
+  """Module metadata that lays a parameter out over the mesh; nothing without one."""
+  return {name: {'out_sharding': axes}} if sharding.active() else {}
+
+
+class _Attention(nnx.Module):
+  def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+    self.config = config
+    linear = functools.partial(nnx.Linear, use_bias=False, dtype=config.dtype, rngs=rngs)
+    columns = _laid_out('kernel_metadata', DATA, MODEL)
+    rows = _laid_out('kernel_metadata', MODEL, DATA)
+    d, c = config.width, config.head_width
+    self.q = linear(d, config.heads * c, **columns)
+    self.k = linear(d, config.kv_heads * c, **columns)
+    self.v = linear(d, config.kv_heads * c, **columns)
+    self.o = linear(config.heads * c, d, **rows)
+    self.q_scale = nnx.Param(jnp.ones(c))
+    self.k_scale = nnx.Param(jnp.ones(c))
+
+  def __call__(self, x, *, start, slot, layer, cache, attention, hooks):
+    config, (batch, length, _) = self.config, x.shape
+    x = _through(hooks.activation, x)
+    split = lambda y: y.reshape(batch, length, -1, config.head_width)
+    columns = sharding.spec(DATA, None, MODEL)
+    q = split(self.q(x, out_sharding=columns))
+    k = split(self.k(x, out_sharding=columns))
+    v = split(self.v(x, out_sharding=columns))
+    slots = slot + jnp.arange(length)
+    positions = slots[None] - start[:, None]
+    q = _rotate(_rms_norm(q, self.q_scale[...]), positions, config.rope_base)
+    k = _rotate(_rms_norm(k, self.k_scale[...]), positions, config.rope_base)
+    k, v = _through(hooks.kv, k), _through(hooks.kv, v)
+    if cache is not None:
+      put = lambda store, new: jax.lax.dynamic_update_slice(
+        store, new[None].astype(store.dtype), (layer, 0, slot, 0, 0)
+      )
+      cache = Cache(put(cache.k, k), put(cache.v, v))
+      k, v = cache.k[layer], cache.v[layer]
+    mixed = attention(q, k, v, slots=slots, start=start)
+    mixed = _through(hooks.activation, mixed.reshape(batch, length, -1))
+    return self.o(mixed, out_sharding=sharding.spec(DATA, None, None)), cache
+
+
+class _Mlp(nnx.Module):
+  def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+    linear = functools.partial(nnx.Linear, use_bias=False, dtype=config.dtype, rngs=rngs)
+    columns = _laid_out('kernel_metadata', DATA, MODEL)
+    self.gate = linear(config.width, config.mlp_width, **columns)
+    self.up = linear(config.width, config.mlp_width, **columns)
+    self.down = linear(
+      config.mlp_width, config.width, **_laid_out('kernel_metadata', MODEL, DATA)
+    )
+
+  def __call__(self, x, *, layer, noise_keys, hooks):
+    del layer, noise_keys
+    x = _through(hooks.activation, x)
+    columns = sharding.spec(DATA, None, MODEL)
+    inner = jax.nn.silu(self.gate(x, out_sharding=columns)) * self.up(x, out_sharding=columns)
+    inner = _through(hooks.activation, inner)
+    return self.down(inner, out_sharding=sharding.spec(DATA, None, None)), None
+
+
+class _Experts(nnx.Module):
+  """Every expert on every token, weighted by the gates: exact, and fastest where E is small."""
+
+  def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+    self.config = config
+    e, d, f = config.experts, config.width, config.mlp_width
+    # Fan-in is the middle axis: one matrix per expert.
+    scaled = jax.nn.initializers.variance_scaling(
+      1.0, 'fan_in', 'truncated_normal', in_axis=1, out_axis=2, batch_axis=0
+    )
+    layout = {'out_sharding': (MODEL, DATA, None)} if sharding.active() else {}
+    self.router = nnx.Linear(
+      d, e, use_bias=False, rngs=rngs, **_laid_out('kernel_metadata', DATA, None)
+    )
+    self.gate = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout)
+    self.up = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout)
+    self.down = nnx.Param(scaled(rngs.params(), (e, f, d)), **layout)
+
+  def __call__(self, x, *, layer, noise_keys, hooks):
+    config, rows = self.config, sharding.spec(DATA, None, None)
+    x = _through(hooks.activation, x)
+    # The router works in float32: near-ties decide which expert computes.
+    scores = self.router(x.astype(jnp.float32), out_sharding=rows)
+    if hooks.router is not None:
+      scores = hooks.router(scores, layer, noise_keys)
+    chosen, routes = jax.lax.top_k(jax.nn.softmax(scores), config.experts_per_token)
+    if config.normalize_gates:
+      chosen = chosen / chosen.sum(-1, keepdims=True)
+    one_hot = routes[..., None] == jnp.arange(config.experts)[None, None, None]
+    gates = jnp.where(one_hot, chosen[..., None], 0).sum(-2).astype(x.dtype)
+    by_expert = sharding.spec(DATA, None, MODEL, None)
+    weight = lambda p: p[...].astype(config.dtype)
+    up = lambda p: jnp.einsum('btd,edf->btef', x, weight(p), out_sharding=by_expert)
+    inner = jax.nn.silu(up(self.gate)) * up(self.up)
+    inner = _through(hooks.activation, inner) * sharding.reshard(gates, DATA, None, MODEL)[..., None]
+    out = jnp.einsum('btef,efd->btd', inner, weight(self.down), out_sharding=rows)
+    return out, (scores, routes)
+
+
+class _Layer(nnx.Module):
+  def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+    self.attention = _Attention(config, rngs)
+    self.mlp = _Experts(config, rngs) if config.experts else _Mlp(config, rngs)
+    self.attention_scale = nnx.Param(jnp.ones(config.width))
+    self.mlp_scale = nnx.Param(jnp.ones(config.width))
+
+  def __call__(self, x, *, start, slot, layer, cache, noise_keys, attention, hooks):
+    mixed, cache = self.attention(
+      _rms_norm(x, self.attention_scale[...]),
+      start=start,
+      slot=slot,
+      layer=layer,
+      cache=cache,
+      attention=attention,
+      hooks=hooks,
+    )
+    x = x + mixed
+    out, routing = self.mlp(
+      _rms_norm(x, self.mlp_scale[...]), layer=layer, noise_keys=noise_keys, hooks=hooks
+    )
+    return x + out, cache, routing
+
+
+@functools.cache
+def _graph(config: PolicyConfig, meshed: bool):
+  """Static structure of one layer. `meshed` is part of the key: metadata differs under a mesh."""
+  del meshed
+  return nnx.split(nnx.eval_shape(lambda: _Layer(config, nnx.Rngs(0))), nnx.Param)[0]
+
+
+def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
+  """Fresh float32 parameters as a plain nested dict; layers stacked on a leading axis N.
+
+  Under a mesh the parameters come out sharded (matrices over data and model).
+  """
+  keys = jax.random.split(key, config.layers + 2)
+  single = [
+    nnx.to_pure_dict(nnx.split(_Layer(config, nnx.Rngs(params=k)), nnx.Param)[1])
+    for k in keys[2:]
+  ]
+  table = lambda k, scale: sharding.reshard(
+    scale * jax.random.normal(k, (vocab_size, config.width)), MODEL, DATA
+  )
+  params = {
+    'embed': table(keys[0], 1.0),
+    'layers': jax.tree.map(lambda *a: jnp.stack(a), *single),
+    'scale': jnp.ones(config.width),
+  }
+  if not config.tied_head:
+    params['head'] = table(keys[1], config.width**-0.5)
+  return params
+
+
+def init_cache(config: PolicyConfig, rows: int, length: int) -> Cache:
+  """Empty cache for `rows` sequences of up to `length` slots."""
+  shape = (config.layers, rows, length, config.kv_heads, config.head_width)
+  empty = lambda: jnp.zeros(
+    shape, config.dtype, out_sharding=sharding.spec(None, DATA, None, MODEL, None)
+  )
+  return Cache(empty(), empty())
+
+
+def apply(
+  params: Params,
+  config: PolicyConfig,
+  tokens: Int[Array, 'B T'],
+  *,
+  start: Int[Array, 'B'],
+  slot: int | Int[Array, ''] = 0,
+  cache: Cache | None = None,
+  noise_keys: Key[Array, 'B T'] | None = None,
+  attention: attn.Attention = attn.plain,
+  hooks: Hooks = Hooks(),  # noqa: B008 - frozen
+) -> tuple[Float[Array, 'B T D'], Cache | None, Aux]:
+  """Final hidden states of `tokens`, which occupy slots slot..slot+T-1.
+
+  Without a cache the tokens see each other (slot must be 0); with one they see everything cached
+  before them as well, and the updated cache is returned. Slots before `start` are seen by nobody;
+  their token ids must be inside the vocabulary, their content is irrelevant. Gradients flow into
+  `params`. Returns (hidden, cache, aux).
+  """
+  rows = sharding.spec(DATA, None, None)
+  table = sharding.reshard(params['embed'], MODEL, None)  # one gather, not one per backward
+  if sharding.active():
+    x = table.at[tokens].get(out_sharding=rows)
+  else:
+    x = table[tokens]
+  x = x.astype(config.dtype)
+  graph = _graph(config, sharding.active())
+
+  def layer(carry, xs):
+    x, cache = carry
+    weights, index = xs
+    x, cache, routing = nnx.merge(graph, weights)(
+      x,
+      start=start,
+      slot=slot,
+      layer=index,
+      cache=cache,
+      noise_keys=noise_keys,
+      attention=attention,
+      hooks=hooks,
+    )
+    return (x, cache), routing
+
+  if config.remat:
+    layer = jax.checkpoint(layer)
+  # Small stacks are unrolled: the loop would copy each layer's cache in and out.
+  (x, cache), routing = jax.lax.scan(
+    layer,
+    (x, cache),
+    (params['layers'], jnp.arange(config.layers)),
+    unroll=config.layers <= 4,
+  )
+  aux = Aux(None, None)
+  if routing is not None:
+    aux = Aux(*(jnp.moveaxis(r, 0, 2) for r in routing))
+  return _rms_norm(x, params['scale']), cache, aux
+
+
+def head(params: Params) -> Float[Array, 'V D']:
+  """The output head; the embedding where the two are tied."""
+  return params.get('head', params['embed'])
+
+
+def logits(params: Params, hidden: Float[Array, 'B T D']) -> Float[Array, 'B T V']:
+  """Scores over the vocabulary, float32; V split over `model` under a mesh."""
+  return jnp.einsum(
+    'btd,vd->btv',
+    hidden.astype(jnp.float32),
+    head(params),
+    out_sharding=sharding.spec(DATA, None, MODEL),
+  )
+
+
+def size(params: Params) -> int:
+  """Number of parameters."""
+  return sum(p.size for p in jax.tree.leaves(params))

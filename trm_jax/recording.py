@@ -1,0 +1,400 @@
+"""The run directory: configuration, metrics and checkpoints.
+
+    run/config.json            config, versions, commit, device, time of creation
+    run/metrics.jsonl          one JSON object a line
+    run/tensorboard/           the same numbers as events
+    run/checkpoints/<step>/    orbax: `state` (arrays) and `meta` (JSON, with a digest per leaf)
+    run/damaged/<step>/        checkpoints that failed their digest and were passed over
+
+Strict JSON throughout: NaN is null, infinities are the strings 'inf' and '-inf'; `read_metrics`
+turns them back into floats.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from tensorboardX import event_file_writer
+from tensorboardX.proto import event_pb2
+
+import trm_jax
+from trm_jax import progress, types
+
+logger = logging.getLogger(__name__)
+# Orbax reports every phase of a save at INFO, and at ERROR, with pages of traceback, what it also
+# raises. Only its own records are dropped, so other users of absl logging lose nothing.
+logging.getLogger('absl').addFilter(
+  lambda record: record.levelno == logging.WARNING or 'orbax' not in record.pathname
+)
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+Progress = progress.Progress
+
+
+def open_run(
+  directory: str | os.PathLike, config: dict, *, resume: bool = False, keep: int = 2
+) -> 'Run':
+  """Creates a run directory with its config.json, or reopens one; `keep` >= 1 checkpoints stay.
+
+  Called by all processes, after `jax.distributed.initialize`. `config` holds what defines the run:
+  leave out what may differ on resuming (the directory, the number of steps). resume=True on an
+  empty or absent directory starts afresh. Raises InputError if the directory cannot be written,
+  holds other files, a run (without resume) or a run with another config; OSError on a full disk.
+  """
+  if keep < 1:
+    raise types.InputError(f'keep={keep} must be at least 1')
+  path, config = pathlib.Path(directory).absolute(), _plain(config, 'config')
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix != '.tmp')
+    tempfile.TemporaryFile(dir=path).close()  # fails where nothing can be written
+    multihost_utils.sync_global_devices('trm_jax_look')  # nobody writes before everybody has looked
+    if names and 'config.json' not in names:
+      raise types.InputError(f'{path} holds other files ({names[0]}); choose an empty directory')
+    if names and not resume:
+      raise types.InputError(
+        f'{path} already holds a run; pass --resume to continue it or choose another directory'
+      )
+    if names:
+      _compare_config(path / 'config.json', config)
+    else:
+      about = {'config': config, 'created': time.strftime('%Y-%m-%dT%H:%M:%S%z')}
+      Run(path, keep).write_json('config.json', about | _commit() | _environment())
+  except OSError as error:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+      raise
+    raise types.InputError(
+      f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another directory'
+    ) from error
+  multihost_utils.sync_global_devices('trm_jax_open')
+  _cut_back(path / 'metrics.jsonl', math.inf)
+  return Run(path, keep)
+
+
+class Run(contextlib.AbstractContextManager):
+  """One run directory, made by `open_run`; a context manager that waits for pending saves."""
+
+  def __init__(self, path: pathlib.Path, keep: int):
+    self.path = path
+    self._keep = keep
+    self._manager = self._events = self._restored = None
+
+  def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Appends {"step": step, **metrics} to metrics.jsonl and TensorBoard, on process 0 only.
+
+    Values are real scalars (Python, NumPy, jax). Raises InputError for anything else and for a
+    metric named step, OSError naming the file on a full disk.
+    """
+    if jax.process_index() != 0:
+      return
+    values = {k: np.asarray(v).item() if np.size(v) == 1 else v for k, v in metrics.items()}
+    for name, value in values.items():
+      if name == 'step' or not isinstance(value, (int, float)):
+        raise types.InputError(f'metric {name}={value!r} must be a real scalar not called step')
+    line = json.dumps(_strict({'step': step, **values}), allow_nan=False)
+    with _clear_errors(self.path / 'metrics.jsonl') as path, open(path, 'a') as file:
+      file.write(line + '\n')
+    with _clear_errors(self.path / 'tensorboard') as path:
+      self._log_events(path, step, values)
+
+  def save(self, step: int, state: Any, meta: dict) -> None:
+    """Saves the pytree `state` and the JSON `meta` as checkpoint `step`, in the background.
+
+    Leaves are arrays (sharded, bfloat16, typed PRNG keys ...) or Python numbers; `meta` comes back
+    exactly. A step already saved is skipped. Called by all processes. Raises InputError for what
+    cannot be stored and for a step older than the newest one, OSError on a full disk (the write is
+    in the background, so possibly from the next save or from `close`).
+    """
+    leaves, manager = _leaves(state), self._checkpoints()
+    if step in manager.all_steps():
+      return
+    for name, leaf in leaves.items():
+      if isinstance(leaf, np.generic) or np.size(leaf) == 0:  # orbax cannot read / write these
+        raise types.InputError(f'state{name}={leaf!r} cannot be saved; use a non-empty jax array')
+    record = {'meta': meta, 'leaves': {k: _record(v) for k, v in leaves.items()}}
+    if json.loads(json.dumps(record, default=repr, skipkeys=True)) != record:
+      raise types.InputError(
+        f'meta={meta!r} does not survive JSON; use str keys, lists, Python numbers and no NaN'
+      )
+    items = {'state': ocp.args.StandardSave(state)}
+    items['meta'] = ocp.args.JsonSave(record | {'digest': _digest_json(record)})
+    with _clear_errors(self.path / 'checkpoints'):
+      saved = manager.save(step, args=ocp.args.Composite(**items))
+    if not saved:
+      newest = manager.latest_step()
+      raise types.InputError(f'step={step} is older than checkpoint {newest}; call restore first')
+
+  def preempted(self, step: int) -> bool:
+    """Whether the machine will be taken away; the same answer on all processes.
+
+    Needs `jax.distributed.initialize`, even with one process; without it, always False.
+    """
+    return self._checkpoints().reached_preemption(step)
+
+  def restore(self, abstract_state: Any) -> tuple[int, Any, dict] | None:
+    """(step, state, meta) of the newest good checkpoint, None where there is none.
+
+    `abstract_state` is the tree of the saved state with jax.ShapeDtypeStruct leaves that carry the
+    wanted shardings (Python numbers stand for themselves). Names, shapes, dtypes and digests of all
+    leaves are compared; a checkpoint that fails is passed over with a warning, moved to damaged/.
+    metrics.jsonl is cut back to the lines up to the restored step (none without a checkpoint).
+    Raises RuntimeError with all causes if every checkpoint fails.
+    """
+    manager, failed = self._checkpoints(), {}
+    with _clear_errors(self.path / 'checkpoints'):
+      manager.wait_until_finished()
+    for step in sorted(manager.all_steps(), reverse=True):
+      found, cause = None, 'damaged on another process'
+      try:
+        found = self._read(step, abstract_state)
+      except Exception as error:  # orbax raises a bare Exception for half an array
+        cause = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
+      if np.all(multihost_utils.process_allgather(found is not None)):  # all take the same step
+        self._set_aside(failed)
+        self._restored = step
+        _cut_back(self.path / 'metrics.jsonl', step)
+        return step, *found
+      failed[step] = cause
+      logger.warning('checkpoint %d of %s cannot be used (%s)', step, self.path, cause)
+    if failed:
+      causes = '; '.join(f'step {step}: {cause}' for step, cause in failed.items())
+      raise RuntimeError(f'no checkpoint of {self.path} can be used: {causes}')
+    self._restored = -1
+    _cut_back(self.path / 'metrics.jsonl', -1)
+    return None
+
+  def write_json(self, name: str, obj: Any) -> pathlib.Path:
+    """Writes `obj` atomically to the file `name` of the run (process 0 only); returns its path."""
+    text = json.dumps(_plain(obj, name), indent=2, sort_keys=True) + '\n'
+    return _write(self.path / name, text.encode())
+
+  def metrics(self) -> list[dict]:
+    """The rows logged so far."""
+    return read_metrics(self.path / 'metrics.jsonl')
+
+  def close(self) -> None:
+    """Waits for pending saves and closes all files; may be called twice. Raises as `save` does."""
+    with _clear_errors(self.path), contextlib.ExitStack() as stack:
+      for part in filter(None, (self._events, self._manager)):
+        stack.callback(part.close)
+      self._events = self._manager = None
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def _checkpoints(self) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+    if self._manager is None:
+      with _clear_errors(self.path / 'checkpoints') as path:
+        self._manager = ocp.CheckpointManager(path, options=options)
+    return self._manager
+
+  def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
+    def load(**items):
+      return self._checkpoints().restore(step, args=ocp.args.Composite(**items))
+
+    record = load(meta=ocp.args.JsonRestore())['meta']
+    if record.pop('digest') != _digest_json(record):
+      raise ValueError('the digest of meta differs')
+    if differing := record['leaves'].keys() ^ _leaves(abstract_state).keys():
+      raise ValueError(f'the trees differ in {sorted(differing)}')
+    state = load(state=ocp.args.StandardRestore(abstract_state))['state']
+    for name, leaf in _leaves(state).items():
+      saved, read = record['leaves'][name], _record(leaf)
+      compared = 2 if None in saved + read else 3
+      if saved[:compared] != read[:compared]:  # orbax reads flipped bits and casts dtypes silently
+        raise ValueError(f'state{name} was saved as {saved} and is read as {read}')
+    return state, record['meta']
+
+  def _set_aside(self, steps: Mapping[int, str]) -> None:
+    """Moves damaged steps away: orbax silently saves no step below the newest one."""
+    with _clear_errors(self.path / 'damaged') as path:
+      for name in map(str, steps if jax.process_index() == 0 else ()):
+        path.mkdir(exist_ok=True)
+        shutil.rmtree(path / name, ignore_errors=True)
+        os.replace(self.path / 'checkpoints' / name, path / name)
+    multihost_utils.sync_global_devices('trm_jax_set_aside')
+    self._checkpoints().reload()
+
+  def _log_events(self, path: pathlib.Path, step: int, values: dict) -> None:
+    now = time.time()
+    if self._events is None:
+      # Written directly: SummaryWriter's background thread dies on a full disk and then blocks us.
+      path.mkdir(exist_ok=True)
+      suffix = f'.{os.getpid()}.{self._restored}'
+      self._events = event_file_writer.EventsWriter(str(path / 'events'), suffix)
+      if self._restored is not None:  # TensorBoard then drops the earlier events from this step on
+        start = {'status': event_pb2.SessionLog.START}
+        event = event_pb2.Event(step=self._restored + 1, wall_time=now, session_log=start)
+        self._events.write_event(event)
+    summary = {'value': [{'tag': k, 'simple_value': v} for k, v in values.items()]}
+    self._events.write_event(event_pb2.Event(step=step, wall_time=now, summary=summary))
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+  """The rows of a metrics.jsonl, without a half-written last one; InputError if it is damaged."""
+  rows = [row for _, row in _parse(pathlib.Path(path))]
+  if rows and rows[-1] is None:
+    rows.pop()
+  if None in rows:
+    raise types.InputError(f'{path}: line {rows.index(None) + 1} is broken; remove that line')
+  special = {None: math.nan, 'inf': math.inf, '-inf': -math.inf}
+  return [{name: special.get(value, value) for name, value in row.items()} for row in rows]
+
+
+def _compare_config(path: pathlib.Path, config: dict) -> None:
+  try:
+    saved = json.loads(path.read_text())
+    differing = _differences(saved['config'], config)
+    environment = _differences({key: saved[key] for key in ('versions', 'device')}, _environment())
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise types.InputError(f'{path} is damaged ({error}); choose another directory') from error
+  if differing:
+    raise types.InputError(
+      f'{path} has another config: {differing}; pass the same or choose another directory'
+    )
+  if environment:
+    logger.warning('the resumed run is not promised to be bit-exact: %s', environment)
+
+
+def _differences(then: dict, now: dict) -> str:
+  then, now = _flat(then), _flat(now)
+  return ', '.join(
+    f'{key} was {then.get(key, "absent")!r} and is {now.get(key, "absent")!r}'
+    for key in sorted(then.keys() | now.keys())
+    if then.get(key, then) != now.get(key, now)
+  )
+
+
+def _environment() -> dict:
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  versions |= {'python': platform.python_version(), 'trm_jax': trm_jax.__version__}
+  device = {'platform': jax.devices()[0].platform, 'kind': jax.devices()[0].device_kind}
+  device |= {'count': jax.device_count(), 'processes': jax.process_count()}
+  return {'versions': versions, 'device': device}
+
+
+def _commit() -> dict:
+  """The git commit of the checkout this file is in; null where it is in none."""
+  root = pathlib.Path(__file__).resolve().parents[1]
+  describe = ['git', '-C', root, 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+  with contextlib.suppress(OSError, subprocess.SubprocessError):
+    if (root / '.git').exists():  # not just below another repository
+      found = subprocess.check_output(describe, stderr=subprocess.DEVNULL, text=True, timeout=20)
+      return {'commit': found.strip().removesuffix('-dirty'), 'dirty': '-dirty' in found}
+  return {'commit': None, 'dirty': False}
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+  return {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _record(leaf: Any) -> list:
+  """[shape, dtype, SHA-256]; no digest for an array of which this process holds only a part."""
+  about = [list(np.shape(leaf)), str(getattr(leaf, 'dtype', type(leaf).__name__))]
+  if isinstance(leaf, jax.Array):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+      return [*about, None]
+  content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+  return [*about, hashlib.sha256(content).hexdigest()[:32]]
+
+
+def _digest_json(record: dict) -> str:
+  return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _strict(value: Any) -> Any:
+  """`value` as strict JSON can hold it; see the head of this file."""
+  if isinstance(value, Mapping):
+    return {str(key): _strict(entry) for key, entry in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_strict(entry) for entry in value]
+  if hasattr(value, 'tolist'):
+    return _strict(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return None if math.isnan(value) else str(value)
+  return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _plain(value: Any, name: str) -> Any:
+  try:
+    return json.loads(json.dumps(_strict(value), allow_nan=False))
+  except TypeError as error:
+    raise types.InputError(f'{name} cannot be written as JSON: {error}') from error
+
+
+def _flat(tree: dict, prefix: str = '') -> dict:
+  """{'a.b': value} of nested dicts; an empty dict is a value."""
+  flat = {}
+  for key, value in tree.items():
+    nested = isinstance(value, dict) and value
+    flat |= _flat(value, f'{prefix}{key}.') if nested else {f'{prefix}{key}': value}
+  return flat
+
+
+def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:
+  """(line, row) of a metrics.jsonl; the row is None where the line is not whole."""
+  parsed = []
+  for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    row = None
+    with contextlib.suppress(ValueError):
+      row = json.loads(line) if line.endswith(b'}\n') else None
+    parsed.append((line, row))
+  return parsed
+
+
+def _cut_back(path: pathlib.Path, step: int | float) -> None:
+  """Keeps the whole lines of metrics.jsonl up to `step`."""
+  parsed = _parse(path)
+  kept = [line for line, row in parsed if row is not None and row['step'] <= step]
+  if len(kept) < len(parsed):
+    _write(path, b''.join(kept))
+
+
+def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
+  """Replaces a file atomically, on process 0 only."""
+  if jax.process_index() == 0:
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    with _clear_errors(path), contextlib.ExitStack() as stack:
+      stack.callback(temporary.unlink, missing_ok=True)
+      with open(temporary, 'wb') as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
+  return path
+
+
+@contextlib.contextmanager
+def _clear_errors(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Turns what the file system refuses into an OSError that names the file, in one sentence."""
+  try:
+    yield path
+  except Exception as error:
+    # tensorstore raises ValueErrors that quote the error number of the system call
+    quoted = re.search(r"os_error_code='(\d+)'", str(error))
+    if not (quoted or isinstance(error, OSError)):
+      raise
+    code = int(quoted[1]) if quoted else error.errno
+    reason = os.strerror(code) if code else str(error)
+    message = f'cannot write {path} ({reason}); what was written before is intact'
+    raise OSError(code, message) from error

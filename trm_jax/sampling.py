@@ -1,0 +1,294 @@
+"""Rollouts: autoregressive generation under jit with a KV cache, and teacher-forced scoring.
+
+    rollout = generate(params, config, prompts, start, key, samples=G, length=T, ...)
+    hidden, aux = score(params, config, rollout)
+
+`generate` runs one engine: its parameters, its hooks. Every token draws from a key of its own
+(prompt, sample, slot), so a row's tokens do not depend on where in the batch it sits, and router
+noise can be replayed exactly. Decode and the full forward pass agree to float32 noise; `replay`
+re-scores a rollout through the full pass, where the zero-mismatch twin must be bitwise.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from trm_jax import attention as attn
+from trm_jax import divergences, policy, sharding
+from trm_jax.sharding import DATA
+from trm_jax.types import InputError, Rollout
+
+Store = Literal['logits', 'hidden', 'logp']
+
+
+def _fold(keys, data):
+  """fold_in over arrays of keys and integers of one shape."""
+  fold = jax.random.fold_in
+  for _ in range(keys.ndim):
+    fold = jax.vmap(fold)
+  return fold(keys, data)
+
+
+def _counter(shape, axis):
+  return sharding.reshard(jax.lax.broadcasted_iota(jnp.int32, shape, axis), DATA)
+
+
+def row_keys(
+  key: Key[Array, ''], prompts: int, samples: int, first_sample: int = 0
+) -> tuple[Key[Array, 'p'], Key[Array, 'p G']]:
+  """One key for each prompt, and one for each of its samples."""
+  per_prompt = _fold(jnp.broadcast_to(key, (prompts,)), jnp.arange(prompts))
+  per_prompt = sharding.reshard(per_prompt, DATA)
+  shape = (prompts, samples)
+  wide = jnp.broadcast_to(per_prompt[:, None], shape)
+  return _fold(per_prompt, _counter((prompts,), 0) * 0), _fold(
+    wide, 1 + first_sample + _counter(shape, 1)
+  )
+
+
+def _noise_keys(keys, first_slot, count):
+  """Noise keys [B, count] of slots first_slot.. of each row."""
+  shape = (*keys.shape, count)
+  return _fold(jnp.broadcast_to(keys[:, None], shape), first_slot + _counter(shape, 1))
+
+
+def _repeat(x, samples, axis=0):
+  """Each prompt's entry once per sample, in place: [.., p, ..] -> [.., p * G, ..]."""
+  shape = (*x.shape[: axis + 1], samples, *x.shape[axis + 1 :])
+  wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
+  return wide.reshape(*x.shape[:axis], x.shape[axis] * samples, *x.shape[axis + 1 :])
+
+
+def _draw(keys, scores, temperature, greedy):
+  """One token a row by inverting the cumulative distribution: one uniform, not V of them."""
+  if greedy:
+    return scores.argmax(-1)
+  cumulative = jnp.cumsum(jax.nn.softmax(scores / temperature), -1)
+  total = cumulative[:, -1]
+  uniform = jax.vmap(jax.random.uniform)(keys)
+  # Strictly below the total, so that the first entry above it exists and has mass.
+  point = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
+  return (cumulative <= point[:, None]).sum(-1)
+
+
+def generate(
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  prompts: Int[Array, 'p P'],
+  start: Int[Array, 'p'],
+  key: Key[Array, ''],
+  *,
+  samples: int,
+  length: int,
+  eos: int,
+  pad: int,
+  first_sample: int = 0,
+  temperature: float = 1.0,
+  greedy: bool = False,
+  store: Store = 'logits',
+  hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
+  attention: attn.Attention = attn.plain,
+) -> Rollout:
+  """`samples` responses of up to `length` tokens to each prompt; rows of one prompt adjoin.
+
+  Stops as soon as every row has produced EOS. EOS is an action: it is valid and has a log-prob. A
+  row cut off at `length` has none. `store` chooses what is kept of the distribution: full logits
+  [B,T,V], hidden states [B,T,D], or only the sampled log-probs. `first_sample` offsets the random
+  streams, so that several engines can share a prompt. Slots after EOS hold PAD, 0 and False.
+  Raises InputError for temperature <= 0. Rewards are 0 and versions 0 until somebody sets them.
+  """
+  if not greedy and not temperature > 0:
+    raise InputError(f'temperature={temperature} must be > 0; for argmax decoding pass greedy=True.')
+  prompts, start = sharding.reshard((prompts, start), DATA)
+  count, width = prompts.shape
+  rows, total = count * samples, width + length
+  prompt_keys, keys = row_keys(key, count, samples, first_sample)
+  keys = keys.reshape(rows)
+  noisy = hooks.router is not None
+  shared = dict(attention=attention, hooks=hooks)
+
+  cache = policy.init_cache(config, count, total)
+  hidden, cache, aux = policy.apply(
+    params,
+    config,
+    _clean_prompts(prompts, start),
+    start=start,
+    cache=cache,
+    noise_keys=_noise_keys(prompt_keys, 0, width) if noisy else None,
+    **shared,
+  )
+  cache = jax.tree.map(lambda x: _repeat(x, samples, axis=1), cache)
+  row_start = _repeat(start, samples)
+  blank = row_start[:, None] * jnp.zeros((1, length), jnp.int32)  # laid out like the rows
+  real = blank.astype(jnp.float32)
+  depth = {'logits': params['embed'].shape[0], 'hidden': config.width, 'logp': 0}[store]
+  state = dict(
+    step=jnp.int32(0),
+    done=row_start < 0,
+    hidden=_repeat(hidden[:, -1], samples),
+    cache=cache,
+    tokens=blank + pad,
+    valid=blank > 0,
+    logp=real,
+    stored=real[:, :, None] * jnp.zeros((1, 1, depth)),
+    routes=None,
+  )
+  if aux.routes is not None:
+    n, k = aux.routes.shape[2:]
+    room = (blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32))
+    state['routes'] = jnp.concatenate([_repeat(aux.routes, samples), room], 1)
+
+  def emit(s):
+    """Samples the token of slot `step` from the current hidden state."""
+    t, done = s['step'], s['done']
+    scores = sharding.reshard(policy.logits(params, s['hidden'][:, None])[:, 0], DATA, None)
+    draw_keys = _fold(_fold(keys, 0 * row_start + 1), 0 * row_start + t)
+    token = jnp.where(done, pad, _draw(draw_keys, scores, temperature, greedy))
+    logp = divergences.logp(scores, token, temperature=temperature)
+    kept = {'logits': scores, 'hidden': s['hidden'], 'logp': scores[:, :0]}[store]
+    put = lambda store, new: jax.lax.dynamic_update_slice_in_dim(store, new[:, None], t, 1)
+    return s | dict(
+      step=t + 1,
+      done=done | (token == eos),
+      tokens=put(s['tokens'], token),
+      valid=put(s['valid'], ~done),
+      logp=put(s['logp'], jnp.where(done, 0, logp)),
+      stored=put(s['stored'], jnp.where(done[:, None], 0, kept).astype(jnp.float32)),
+    )
+
+  def advance(s):
+    """Feeds the last token, then samples the next."""
+    t = s['step']
+    slot = width + t - 1
+    token = jax.lax.dynamic_slice_in_dim(s['tokens'], t - 1, 1, 1)
+    hidden, cache, aux = policy.apply(
+      params,
+      config,
+      token,
+      start=row_start,
+      slot=slot,
+      cache=s['cache'],
+      noise_keys=_noise_keys(_fold(keys, 0 * row_start), slot, 1) if noisy else None,
+      **shared,
+    )
+    s = s | dict(hidden=hidden[:, 0], cache=cache)
+    if aux.routes is not None:
+      s['routes'] = jax.lax.dynamic_update_slice_in_dim(s['routes'], aux.routes, slot, 1)
+    return emit(s)
+
+  state = emit(state)
+  state = jax.lax.while_loop(lambda s: (s['step'] < length) & ~s['done'].all(), advance, state)
+  return Rollout(
+    prompts=_repeat(prompts, samples),
+    start=row_start,
+    tokens=state['tokens'],
+    valid=state['valid'],
+    logits=state['stored'] if store == 'logits' else None,
+    hidden=state['stored'] if store == 'hidden' else None,
+    logp=state['logp'],
+    routes=state['routes'],
+    version=0 * row_start,
+    engine=0 * row_start,
+    reward=0.0 * row_start,
+  )
+
+
+def _clean_prompts(prompts, start):
+  """Slots before the prompt hold token 0, whatever they held: content of padding never matters."""
+  slots = jnp.arange(prompts.shape[1])
+  return jnp.where(slots[None] >= start[:, None], prompts, 0)
+
+
+def score(
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  rollout: Rollout,
+  *,
+  noise_keys: Key[Array, 'B Lm1'] | None = None,
+  hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
+  attention: attn.Attention = attn.plain,
+) -> tuple[Float[Array, 'B T D'], policy.Aux]:
+  """Hidden states that predict each response token: the trainer's full forward pass.
+
+  `policy.logits(params, hidden)[:, t]` scores `rollout.tokens[:, t]`. What padding holds is
+  replaced before the pass. Gradients flow into `params`.
+  """
+  width = rollout.prompts.shape[1]
+  tokens = jnp.where(rollout.valid, rollout.tokens, 0)
+  tokens = jnp.concatenate([_clean_prompts(rollout.prompts, rollout.start), tokens[:, :-1]], 1)
+  hidden, _, aux = policy.apply(
+    params,
+    config,
+    tokens,
+    start=rollout.start,
+    noise_keys=noise_keys,
+    attention=attention,
+    hooks=hooks,
+  )
+  return hidden[:, width - 1 :], aux
+
+
+def replay(
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  rollout: Rollout,
+  key: Key[Array, ''],
+  *,
+  samples: int,
+  first_sample: int = 0,
+  temperature: float = 1.0,
+  hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
+  attention: attn.Attention = attn.plain,
+) -> Rollout:
+  """The rollout re-scored teacher-forced through the full pass of the engine that produced it.
+
+  Same tokens; logits (or hidden states) and log-probs are those of `score` with the engine's own
+  parameters, hooks and noise (`key` and `first_sample` as given to `generate`). Slots after EOS
+  hold 0, as in `generate`.
+  """
+  noise_keys = None
+  width, length = rollout.prompts.shape[1], rollout.tokens.shape[1]
+  if hooks.router is not None:
+    prompt_keys, keys = row_keys(
+      key, rollout.start.shape[0] // samples, samples, first_sample
+    )
+    keys = keys.reshape(-1)
+    noise_keys = jnp.concatenate(
+      [
+        _repeat(_noise_keys(prompt_keys, 0, width), samples),
+        _noise_keys(_fold(keys, 0 * rollout.start), width, length - 1),
+      ],
+      1,
+    )
+  hidden, aux = score(
+    params, config, rollout, noise_keys=noise_keys, hooks=hooks, attention=attention
+  )
+  logits = policy.logits(params, hidden)
+  logp = token_logp(logits, rollout.tokens, rollout.valid, temperature=temperature)
+  blank = lambda x: jnp.where(rollout.valid[..., None], x, 0)
+  return dataclasses.replace(
+    rollout,
+    logits=None if rollout.logits is None else blank(logits),
+    hidden=None if rollout.hidden is None else blank(hidden),
+    logp=logp,
+    routes=aux.routes,
+  )
+
+
+def token_logp(
+  logits: Float[Array, 'B T V'],
+  tokens: Int[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  *,
+  temperature: float = 1.0,
+) -> Float[Array, 'B T']:
+  """Log-probs of the sampled tokens in nats, 0 on invalid slots; V may be split over `model`."""
+
+  def block(logits, tokens, valid, *, axis_name=None):
+    logp = divergences.logp(logits, tokens, temperature=temperature, axis_name=axis_name)
+    return jnp.where(valid, logp, 0)
+
+  return sharding.over_vocabulary(block)(logits, tokens, valid)

@@ -1,0 +1,106 @@
+"""The data that travels between the arrows of trm_jax, and the legend of dimension letters.
+
+| letter | meaning                                     |
+| ------ | ------------------------------------------- |
+| B      | sequences (rows); rows of one prompt adjoin |
+| G      | samples per prompt, B = prompts * G         |
+| P      | prompt slots, right-aligned                 |
+| T      | response slots                              |
+| L      | P + T                                       |
+| V      | vocabulary                                  |
+| D      | width of the residual stream                |
+| H, C   | attention heads, head width                 |
+| N      | layers                                      |
+| E, K   | experts, experts per token                  |
+
+Alignment, everywhere: `logits[:, t]` scores `tokens[:, t]`. Log-probabilities are natural logs.
+Non-finite values: NaN means "missing", inf is a real violation of the trust region.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class InputError(ValueError):
+  """Bad input: one sentence with the argument, the value and the remedy (exit code 2)."""
+
+
+class NonFiniteError(FloatingPointError):
+  """A loss or gradient was not finite; names the step and the rows (exit code 1)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+  """A mean that has not been divided yet, so that it adds up over micro-batches and devices."""
+
+  total: Float[Array, '*s']
+  count: Float[Array, '*s']
+
+  def __add__(self, other: 'Mean') -> 'Mean':
+    return Mean(self.total + other.total, self.count + other.count)
+
+  @property
+  def value(self) -> Float[Array, '*s']:
+    """total / count, and 0 where count is 0 (nothing was accepted: no step, not NaN)."""
+    return jnp.where(self.count > 0, self.total / jnp.where(self.count > 0, self.count, 1), 0)
+
+  def over(self, axis_name: str | tuple[str, ...] | None) -> 'Mean':
+    """The same mean over all devices of `axis_name` (all-reduce of two scalars)."""
+    return self if axis_name is None else jax.lax.psum(self, axis_name)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """What the rollout side hands to the trainer; one row per sequence.
+
+  Attributes:
+    prompts: token ids, right-aligned in P slots.
+    start: first real slot of the prompt. Attention masks by slot, never by token id, because a
+      policy may well sample PAD before EOS.
+    tokens: sampled token ids.
+    valid: the policy's own tokens, EOS included; prompt, tool and padding slots are not.
+    logits: full-vocabulary scores the tokens were drawn from, before temperature; None if not
+      stored.
+    hidden: final hidden states instead of logits (D numbers a token, not V); None if not stored.
+    logp: log-probability of `tokens` as the engine reports it, after temperature. NaN = missing.
+    routes: expert ids at every input slot 0..L-2 and layer; `routes[:, P-1+t]` is the route of the
+      forward pass that scored `tokens[:, t]`. None for a dense policy.
+    version: optimizer step of the weights the engine *says* it used. A stuck replica is wrong.
+    engine: index of the engine in the fleet, 0 = the first.
+    reward: verified reward of the row.
+  """
+
+  prompts: Int[Array, 'B P']
+  start: Int[Array, 'B']
+  tokens: Int[Array, 'B T']
+  valid: Bool[Array, 'B T']
+  logits: Float[Array, 'B T V'] | None
+  hidden: Float[Array, 'B T D'] | None
+  logp: Float[Array, 'B T']
+  routes: Int[Array, 'B Lm1 N K'] | None
+  version: Int[Array, 'B']
+  engine: Int[Array, 'B']
+  reward: Float[Array, 'B']
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Divergences:
+  """Per-token statistics of the pair (policy, rollout); every criterion reads from here.
+
+  Attributes:
+    kl: KL(rollout || policy) in nats, >= 0, exact over the vocabulary.
+    tv: total variation in [0, 1], exact over the vocabulary.
+    log_ratio: logp_policy - logp_rollout of the sampled token; NaN = missing.
+    entropy: entropy of the policy in nats.
+  """
+
+  kl: Float[Array, 'B T']
+  tv: Float[Array, 'B T']
+  log_ratio: Float[Array, 'B T']
+  entropy: Float[Array, 'B T']
