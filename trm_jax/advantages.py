@@ -24,7 +24,7 @@ Pool = Literal['all', 'accepted', 'loo', 'loo_accepted']
 
 
 def _pool_statistics(rewards, keep, group_size, pool):
-  """(baseline, variance, pool size) of each row, [B] each."""
+  """(reward - mean of the pool, variance of the pool, pool size) per row, [group, row] each."""
   if group_size < 2:
     raise InputError(
       f'group_size={group_size} leaves nothing to compare a sample with; use at least 2 samples'
@@ -40,10 +40,13 @@ def _pool_statistics(rewards, keep, group_size, pool):
   if pool in ('loo', 'loo_accepted'):
     peers = peers & ~jnp.eye(group_size, dtype=bool)[None]
   size = peers.sum(-1)
-  safe = jnp.maximum(size, 1)
-  mean = jnp.where(peers, r[:, None, :], 0).sum(-1) / safe
-  spread = jnp.where(peers, jnp.square(r[:, None, :] - mean[..., None]), 0).sum(-1) / safe
-  return r, mean, spread, size
+  safe = jnp.maximum(size, 1).astype(r.dtype)
+  # Means of differences: equal rewards give exactly 0, which r - mean(r) does not, and a deviation
+  # of one rounding error beside epsilon would make that an advantage of 0.1.
+  ahead = r[:, :, None] - r[:, None, :]
+  mean = jnp.where(peers, ahead, 0).sum(-1) / safe
+  variance = jnp.where(peers, jnp.square(ahead - mean[..., None]), 0).sum(-1) / safe
+  return mean, variance, size
 
 
 def centred(
@@ -54,8 +57,8 @@ def centred(
   `pool='all'` includes the row itself and so shrinks the estimate by (G-1)/G; `loo` does not.
   Raises InputError for group_size < 2 or rows that are not whole groups.
   """
-  r, mean, _, size = _pool_statistics(rewards, keep, group_size, pool)
-  return jnp.where(size > 0, r - mean, 0).reshape(rewards.shape)
+  ahead, _, size = _pool_statistics(rewards, keep, group_size, pool)
+  return jnp.where(size > 0, ahead, 0).reshape(rewards.shape)
 
 
 def group_relative(
@@ -68,11 +71,12 @@ def group_relative(
 ) -> Float[Array, 'B']:
   """(reward - mean) / (standard deviation + epsilon) of the pool: GRPO's advantage; no gradient.
 
-  The population deviation of the pool's rewards. Note that dividing weights prompts unevenly.
+  The population deviation of the pool's rewards. Note that dividing weights prompts unevenly, and
+  that a row which differs from a `loo` pool of equal rewards is divided by epsilon alone.
   Raises InputError for group_size < 2 or rows that are not whole groups.
   """
-  r, mean, variance, size = _pool_statistics(rewards, keep, group_size, pool)
-  return jnp.where(size > 0, (r - mean) / (jnp.sqrt(variance) + epsilon), 0).reshape(rewards.shape)
+  ahead, variance, size = _pool_statistics(rewards, keep, group_size, pool)
+  return jnp.where(size > 0, ahead / (jnp.sqrt(variance) + epsilon), 0).reshape(rewards.shape)
 
 
 def leave_one_out(

@@ -46,12 +46,13 @@ def blockwise(
   start: Int[Array, 'B'],
   block: int = 128,
 ) -> Float[Array, 'B T H C']:
-  """The same values with an online softmax over blocks of keys; never holds more than [B,H,b,b].
+  """The same values with an online softmax over blocks of keys: no scores beyond [B,H,b,b].
 
-  The backward pass recomputes each block (`jax.checkpoint`), so its memory is linear in T too.
+  The backward pass recomputes one block of queries at a time (`jax.checkpoint`) and holds its
+  scores, [B,H,b,S]: memory is linear in T there too.
   """
   batch, length, heads, width = q.shape
-  kv_heads, share = k.shape[2], heads // k.shape[2]
+  kv_heads, share, dtype = k.shape[2], heads // k.shape[2], q.dtype
   block_q, block_k = min(block, length), min(block, k.shape[1])
 
   def blocks(x, size, axis):
@@ -69,10 +70,11 @@ def blockwise(
   key_slots = jnp.arange(k_blocks.shape[0] * block_k).reshape(-1, block_k)
   key_slots = jnp.where(key_slots < k.shape[1], key_slots, jnp.iinfo(jnp.int32).max)
 
+  # Round the whole row of blocks: round single pairs it would keep a state [b,C] for each pair.
+  @jax.checkpoint
   def one_query_block(xs):
     q_b, slots_b = xs
 
-    @jax.checkpoint
     def one_key_block(carry, xs):
       top, weight, mixed = carry
       k_b, v_b, key_slots_b = xs
@@ -91,5 +93,5 @@ def blockwise(
     return mixed / jnp.where(weight > 0, weight, 1)[..., None]
 
   _, out = jax.lax.scan(lambda c, xs: (c, one_query_block(xs)), None, (q_blocks, slot_blocks))
-  out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, width)[:, :length]
-  return out.astype(v.dtype)
+  out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, kv_heads, share, width)[:, :length]
+  return out.reshape(batch, length, heads, width).astype(dtype)

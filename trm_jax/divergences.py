@@ -64,7 +64,10 @@ def kl(
 
 def _kl(log_q, log_p, d, on, axis_name):
   gap = d == -jnp.inf
-  inside = jnp.exp(log_p) * _bregman(jnp.where(gap, 0, d))
+  p, above = jnp.exp(log_p), d > 1
+  below = p * _bregman(jnp.where(gap | above, 0, d))
+  # Above, p underflows where exp(d) overflows; q - p - p d has no such product and no cancellation.
+  inside = jnp.where(above, jnp.exp(log_q) - p * (1 + jnp.where(above, d, 0)), below)
   terms = jnp.where(on, jnp.where(gap, jnp.inf, inside), jnp.exp(log_q))
   return vocab.total(jnp.where(jnp.isnan(log_p) | jnp.isnan(log_q), jnp.nan, terms), axis_name)
 
@@ -88,7 +91,8 @@ def _tv(log_q, log_p, d, on, axis_name):
   small = on & (jnp.abs(d) < _SERIES_BELOW)
   near = jnp.exp(log_p) * jnp.abs(jnp.expm1(jnp.where(small, d, 0)))
   far = jnp.abs(jnp.exp(log_q) - jnp.exp(log_p))
-  return 0.5 * vocab.total(jnp.where(small, near, far), axis_name)
+  half = 0.5 * vocab.total(jnp.where(small, near, far), axis_name)
+  return jnp.minimum(half, 1)  # rounding reaches 1 + 1e-7 where the supports are disjoint
 
 
 def entropy(
@@ -131,7 +135,8 @@ def k3(log_ratio: Float[Array, '*s']) -> Float[Array, '*s']:
 
   Stable for tiny ratios (no cancellation); inf where the ratio overflows float32.
   """
-  return _bregman(log_ratio)
+  finite = jnp.where(log_ratio == jnp.inf, 0, log_ratio)  # expm1(inf) - inf would read as missing
+  return jnp.where(log_ratio == jnp.inf, jnp.inf, _bregman(finite))
 
 
 def statistics(

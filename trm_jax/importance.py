@@ -35,7 +35,8 @@ def truncated(
   log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T'], *, max_ratio: float = 2.0
 ) -> Float[Array, 'B T']:
   """Truncated importance sampling (TIS) per token: min(ratio, max_ratio), detached."""
-  return jax.lax.stop_gradient(jnp.minimum(ratio(log_ratio, valid), max_ratio))
+  weight = jnp.minimum(ratio(log_ratio, valid), max_ratio)
+  return jax.lax.stop_gradient(jnp.where(valid, weight, 1))
 
 
 def sequence_truncated(
@@ -71,12 +72,16 @@ def resolve_missing(
 
 
 def effective_sample_size(
-  log_ratio: Float[Array, 'B T'], valid: Bool[Array, 'B T']
+  log_ratio: Float[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  rows: Bool[Array, 'B'] | None = None,
 ) -> Float[Array, '']:
   """Effective share of sequences, in (0, 1]: (sum W)^2 / (B sum W^2), W = product of ratios.
 
-  Computed from log W, so it neither overflows nor depends on a clamp; empty rows count as W = 1.
+  Over `rows` (default all); NaN for none, and where one of their valid log_ratio is not finite.
+  From W / max W, so it neither overflows nor depends on a clamp; empty rows count as W = 1.
   """
   log_w = jax.lax.stop_gradient(jnp.where(valid, log_ratio, 0)).astype(jnp.float32).sum(-1)
-  first, second = jax.nn.logsumexp(log_w), jax.nn.logsumexp(2 * log_w)
-  return jnp.exp(2 * first - second) / log_w.shape[0]
+  rows = jnp.ones_like(log_w, bool) if rows is None else rows
+  w = jnp.where(rows, jnp.exp(log_w - jnp.where(rows, log_w, -jnp.inf).max()), 0)
+  return jnp.square(w.sum()) / (rows.sum().astype(w.dtype) * jnp.square(w).sum())

@@ -72,6 +72,8 @@ class PolicyConfig:
       )
     if self.head_width % 2:
       raise InputError(f'policy.head_width={self.head_width} must be even (rotary pairs).')
+    if self.experts < 0:
+      raise InputError(f'policy.experts={self.experts} must be >= 0; 0 is a dense model.')
     if self.experts and not 1 <= self.experts_per_token <= self.experts:
       raise InputError(
         f'policy.experts_per_token={self.experts_per_token} must lie in 1..{self.experts}'
@@ -79,9 +81,11 @@ class PolicyConfig:
       )
     if self.experts and self.normalize_gates and self.experts_per_token == 1:
       raise InputError(
-        'policy.normalize_gates with experts_per_token=1 makes every gate 1 and leaves the router'
-        ' without a gradient; set normalize_gates to False.'
+        'policy.normalize_gates=True with policy.experts_per_token=1 makes every gate 1 and leaves'
+        ' the router without a gradient; set normalize_gates to False.'
       )
+    if not self.rope_base > 0:
+      raise InputError(f'policy.rope_base={self.rope_base} must be > 0.')
     if self.dtype not in ('float32', 'bfloat16', 'float16'):
       raise InputError(f'policy.dtype={self.dtype!r} is not float32, bfloat16 or float16.')
 

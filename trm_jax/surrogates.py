@@ -24,14 +24,23 @@ ReduceTokens = Literal['sum', 'mean', 'constant']
 NormalizeBy = Literal['total', 'accepted']
 
 
+def _weigh(value, advantages):
+  """value(A) per token. An A that is not finite shows in the value and has no gradient, so that
+  the zero cotangent of a rejected row stays zero: 0 * NaN would not."""
+  a = advantages[:, None]
+  known = jnp.isfinite(a)
+  return jnp.where(known, value(jnp.where(known, a, 0)), a)
+
+
 def ratio_pg(
   logp: Float[Array, 'B T'],
   anchor_logp: Float[Array, 'B T'],
   advantages: Float[Array, 'B'],
   valid: Bool[Array, 'B T'],
 ) -> Float[Array, 'B T']:
-  """ratio * advantage per token; gradient ratio * A * grad logp. arXiv 2512.23075, eq. 2, Alg. 1."""
-  return importance.ratio(logp - anchor_logp, valid) * advantages[:, None]
+  """ratio * A per token; gradient ratio * A * grad logp. arXiv 2512.23075, eq. 2, Alg. 1."""
+  r = importance.ratio(logp - anchor_logp, valid)
+  return _weigh(lambda a: r * a, advantages)
 
 
 def ppo_clip(
@@ -48,8 +57,8 @@ def ppo_clip(
   Gradient to logp; exactly 0 where the clip is active. PPO, arXiv 1707.06347, eq. 7.
   """
   r = importance.ratio(logp - anchor_logp, valid)
-  a = advantages[:, None]
-  return jnp.minimum(r * a, jnp.clip(r, 1 - clip_low, 1 + clip_high) * a)
+  clipped = jnp.clip(r, 1 - clip_low, 1 + clip_high)
+  return _weigh(lambda a: jnp.minimum(r * a, clipped * a), advantages)
 
 
 def decoupled(
@@ -95,12 +104,13 @@ def aggregate(
     keep = jnp.broadcast_to(keep[:, None], valid.shape)
   rows = jnp.where(valid & keep, per_token, 0).sum(-1)
   if reduce_tokens == 'mean':
-    rows = rows / jnp.maximum(valid.sum(-1), 1)
+    rows = rows / jnp.maximum(valid.sum(-1), 1).astype(rows.dtype)
   elif reduce_tokens == 'constant':
     if constant is None or not constant > 0:
       raise InputError(
         f"constant={constant} must be > 0 with reduce_tokens='constant', e.g. the longest response."
       )
     rows = rows / constant
-  counted = jnp.ones_like(rows) if normalize_by == 'total' else keep.any(-1).astype(rows.dtype)
+  kept = (valid & keep).any(-1)
+  counted = jnp.ones_like(rows) if normalize_by == 'total' else kept.astype(rows.dtype)
   return Mean(rows.sum(), counted.sum()).over(axis_name)

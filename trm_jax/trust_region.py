@@ -31,13 +31,14 @@ def max_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[
 def mean_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B']:
   """Mean over the valid tokens of each row (its true length); 0 for an empty row."""
   x = jax.lax.stop_gradient(x)
-  return jnp.where(valid, x, 0).sum(-1) / jnp.maximum(valid.sum(-1), 1)
+  return jnp.where(valid, x, 0).sum(-1) / jnp.maximum(valid.sum(-1), 1).astype(x.dtype)
 
 
 def _within(statistic: Float[Array, 'B'], limit) -> Bool[Array, 'B']:
   if isinstance(limit, int | float) and not limit > 0:
     raise InputError(f'limit={limit} must be > 0: nothing else lies inside the trust region.')
-  return statistic <= limit  # NaN compares False: a row that cannot be judged is rejected
+  # NaN compares False: a row that cannot be judged is rejected; an infinite one is at any limit.
+  return (statistic <= limit) & (statistic < jnp.inf)
 
 
 def keep_all(divergences: Divergences, valid: Bool[Array, 'B T']) -> Bool[Array, 'B']:
@@ -62,7 +63,7 @@ def max_tv(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Boo
 
 
 def max_k2(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Bool[Array, 'B']:
-  """max_t log_ratio^2 / 2 <= limit, i.e. |log_ratio| <= sqrt(2 limit): sampled, certifies nothing."""
+  """max_t k2 <= limit, i.e. |log_ratio| <= sqrt(2 limit): sampled, certifies nothing."""
   return _within(max_over_tokens(dv.k2(divergences.log_ratio), valid), limit)
 
 
@@ -87,9 +88,7 @@ def combined(
   divergences: Divergences, valid: Bool[Array, 'B T'], *, max_limit, mean_limit
 ) -> Bool[Array, 'B']:
   """TRM-Combined: TRM-Max and TRM-Avg at once (the paper's third criterion)."""
-  return max_kl(divergences, valid, limit=max_limit) & mean_kl(
-    divergences, valid, limit=mean_limit
-  )
+  return max_kl(divergences, valid, limit=max_limit) & mean_kl(divergences, valid, limit=mean_limit)
 
 
 def permuted(
@@ -117,7 +116,8 @@ def follow(
       log limit' = (1 - rate) log limit + rate log quantile(statistic, target)
 
   Uses past batches only, so that a row's own value never sets the limit it is judged by. `target`
-  in (0, 1) is the share to accept. Rows that cannot be judged count as the largest. Returns f32 > 0.
+  in (0, 1) is the share to accept. Rows that cannot be judged count as the largest; where those
+  reach the quantile the limit stays. Returns f32 > 0.
   """
   worst = jnp.where(jnp.isnan(statistic), jnp.inf, jax.lax.stop_gradient(statistic))
   now = jnp.quantile(worst, target, method='lower')

@@ -1,0 +1,181 @@
+"""Arms x seeds: the same training, one thing changed, several seeds, one compiled program.
+
+All arms of a seed share its warm start, its prompts and its random streams, so differences between
+arms can be paired by seed. On a CPU the runs are spread over worker processes of one thread each.
+Every run has its own directory and checkpoints: an interrupted experiment continues where it was.
+"""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import queue
+from typing import Any
+
+import jax
+
+from trm_jax import loop, method, recording, tasks, train, update
+from trm_jax.types import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+  """One line of the experiment: a method, and how strong the simulated mismatch is (0 = none)."""
+
+  name: str
+  method: method.Method
+  strength: float = 1.0
+
+  @property
+  def folder(self) -> str:
+    """The name as a directory."""
+    return self.name.lower().replace(' ', '_')
+
+
+def default_workers() -> int:
+  """One worker per core on a CPU; one in all where an accelerator does the work."""
+  return os.cpu_count() or 1 if jax.default_backend() == 'cpu' else 1
+
+
+_PROGRAMS: dict[int, train.Program] = {}
+_REPORT: Any = None
+
+
+class _Remote:
+  """Stands for `recording.Progress` inside a worker: sends each step to the parent."""
+
+  def __init__(self, job: tuple):
+    self.job = job
+
+  def update(self, step: int, **shown: Any) -> None:
+    _REPORT.put((self.job, step, shown))
+
+  def close(self) -> None:
+    pass
+
+
+def _start_worker(report) -> None:
+  global _REPORT
+  _REPORT = report
+
+
+def _program(config: train.Config, arms: tuple[Arm, ...]) -> train.Program:
+  """This worker's program for a seed; the compiled functions are shared between seeds."""
+  if not _PROGRAMS:
+    _PROGRAMS[config.seed] = train.build(config, tuple(arm.method for arm in arms))
+  known = next(iter(_PROGRAMS.values()))
+  return _PROGRAMS.setdefault(config.seed, dataclasses.replace(known, config=config))
+
+
+def _warm(config: train.Config, arms: tuple[Arm, ...], directory: pathlib.Path) -> None:
+  loop.warm_start(
+    _program(config, arms), directory / 'warm_start', progress=_Remote((config.seed, None))
+  )
+
+
+def _run(
+  config: train.Config, arms: tuple[Arm, ...], index: int, directory: pathlib.Path
+) -> list[dict[str, float]]:
+  program, arm = _program(config, arms), arms[index]
+  # Finished before: this only reads the parameters back.
+  params = loop.warm_start(
+    program, directory / 'warm_start', progress=_Remote((config.seed, None))
+  )
+  return loop.run(
+    program,
+    directory / arm.folder,
+    params,
+    arm=update.Arm(index, arm.strength),
+    label=arm.name,
+    resume=True,
+    progress=_Remote((config.seed, index)),
+  )
+
+
+def run_all(
+  config: train.Config,
+  arms: tuple[Arm, ...],
+  *,
+  seeds: int,
+  directory: pathlib.Path,
+  workers: int | None = None,
+) -> dict[tuple[str, int], list[dict[str, float]]]:
+  """Metrics of every (arm name, seed); seeds count up from `config.seed`.
+
+  Raises InputError for fewer than one seed or worker; whatever a run raises is raised here.
+  """
+  workers = default_workers() if workers is None else workers
+  for name, value in (('seeds', seeds), ('workers', workers)):
+    if value < 1:
+      raise InputError(f'{name}={value} must be at least 1.')
+  train.build(config, tuple(arm.method for arm in arms))  # bad input is found here, not in workers
+  tasks.prepare(tasks.load(config.task), config.data_dir)
+
+  configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(seeds)]
+  folders = [directory / f'seed{c.seed}' for c in configs]
+  total = seeds * (config.warm_start.steps + len(arms) * config.steps)
+  progress = recording.Progress(total, directory.name)
+  done: dict[tuple, int] = {}
+  found: dict[tuple[str, int], list] = {}
+
+  context = multiprocessing.get_context('spawn')
+  with context.Manager() as manager, _single_threaded():
+    report = manager.Queue()
+    pool = concurrent.futures.ProcessPoolExecutor(
+      workers, context, initializer=_start_worker, initargs=(report,)
+    )
+    try:
+      waiting = {
+        pool.submit(_warm, c, arms, f): ('warm', i)
+        for i, (c, f) in enumerate(zip(configs, folders, strict=True))
+      }
+      while waiting:
+        finished, _ = concurrent.futures.wait(
+          waiting, 0.5, concurrent.futures.FIRST_COMPLETED
+        )
+        _drain(report, done, progress)
+        for future in finished:
+          kind, i = waiting.pop(future)
+          result = future.result()
+          if kind == 'warm':
+            done[configs[i].seed, None] = config.warm_start.steps
+            for index in range(len(arms)):
+              job = pool.submit(_run, configs[i], arms, index, folders[i])
+              waiting[job] = (index, i)
+          else:
+            done[configs[i].seed, kind] = config.steps
+            found[arms[kind].name, configs[i].seed] = result
+          progress.update(sum(done.values()))
+    except BaseException:
+      pool.shutdown(wait=True, cancel_futures=True)
+      raise
+    pool.shutdown()
+  progress.close()
+  return found
+
+
+def _drain(report, done: dict[tuple, int], progress: recording.Progress) -> None:
+  shown = {}
+  while True:
+    try:
+      job, step, shown = report.get_nowait()
+    except queue.Empty:
+      break
+    done[job] = max(step, done.get(job, 0))
+  progress.update(sum(done.values()), **{k: v for k, v in shown.items() if k != 'loss'})
+
+
+class _single_threaded:
+  """Workers inherit one XLA thread each: several of them share the cores better than threads do."""
+
+  def __enter__(self):
+    self.before = os.environ.get('XLA_FLAGS')
+    flag = '--xla_cpu_multi_thread_eigen=false'
+    os.environ['XLA_FLAGS'] = f'{self.before or ""} {flag}'.strip()
+
+  def __exit__(self, *_):
+    if self.before is None:
+      del os.environ['XLA_FLAGS']
+    else:
+      os.environ['XLA_FLAGS'] = self.before

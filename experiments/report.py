@@ -1,0 +1,83 @@
+"""From the metrics of arms x seeds to numbers one may quote: mean, standard error, paired gaps."""
+
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+Metrics = dict[tuple[str, int], list[dict[str, float]]]
+
+
+def mean_error(values: Sequence[float]) -> dict[str, float]:
+  """Mean and standard error of independent values; the error is NaN for a single one."""
+  values = list(values)
+  error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+  return {'mean': statistics.fmean(values), 'se': error}
+
+
+def shown(value: dict[str, float], sign: bool = False) -> str:
+  """'.603 ± .021' from a mean and its error."""
+  return f'{value["mean"]:{"+" if sign else ""}.3f} ± {value["se"]:.3f}'
+
+
+def last(metrics: list[dict[str, float]], name: str) -> float:
+  """The last recorded value of a metric."""
+  return next(row[name] for row in reversed(metrics) if name in row)
+
+
+def tail_mean(metrics: list[dict[str, float]], name: str, share: float = 1 / 3) -> float:
+  """Mean of a metric over the last `share` of the steps."""
+  end = metrics[-1]['step']
+  tail = [row[name] for row in metrics if name in row and row['step'] > end * (1 - share)]
+  tail = [x for x in tail if not math.isnan(x)]
+  return statistics.fmean(tail) if tail else math.nan
+
+
+def curve(metrics: Metrics, arm: str, name: str) -> dict[str, list[float]]:
+  """Mean over seeds of a metric at each step where it was recorded, with its standard error."""
+  runs = [rows for (a, _), rows in metrics.items() if a == arm]
+  steps = [row['step'] for row in runs[0] if name in row]
+  points = {s: [] for s in steps}
+  for rows in runs:
+    for row in rows:
+      if name in row and row['step'] in points and not math.isnan(row[name]):
+        points[row['step']].append(row[name])
+  kept = [s for s in steps if points[s]]
+  stats = [mean_error(points[s]) for s in kept]
+  return {
+    'step': kept,
+    'mean': [round(x['mean'], 5) for x in stats],
+    'se': [round(x['se'], 5) for x in stats],
+  }
+
+
+def paired(values: dict[str, dict[int, float]], arm: str, other: str) -> dict[str, float]:
+  """Mean and standard error over seeds of arm - other."""
+  return mean_error([values[arm][s] - values[other][s] for s in sorted(values[arm])])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A markdown table with aligned columns."""
+  cells = [list(header), *[list(r) for r in rows]]
+  widths = [max(len(r[i]) for r in cells) for i in range(len(header))]
+  line = lambda r: '| ' + ' | '.join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + ' |'
+  rule = '|' + '|'.join('-' * (w + 2) for w in widths) + '|'
+  return '\n'.join([line(cells[0]), rule, *[line(r) for r in cells[1:]]])
+
+
+def write_json(path: pathlib.Path, value: dict) -> pathlib.Path:
+  """Strict JSON (NaN as null), written whole or not at all."""
+
+  def strict(x):
+    if isinstance(x, dict):
+      return {k: strict(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+      return [strict(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_suffix('.tmp')
+  partial.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + '\n')
+  partial.replace(path)
+  return path

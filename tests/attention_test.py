@@ -1,0 +1,182 @@
+"""trm_jax.attention against the definition in float64, and the memory it promises."""
+
+import functools
+import re
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import policy_oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from trm_jax import attention, sharding
+
+START = np.array([0, 3, 0, 7, 12, 1, 5, 2], np.int32)
+LENGTH = 13  # no multiple of any block below
+KERNELS = {
+  'plain': attention.plain,
+  'block 4': functools.partial(attention.blockwise, block=4),
+  'block 5': functools.partial(attention.blockwise, block=5),
+  'one block': attention.blockwise,
+}
+
+
+def inputs(heads=4, kv_heads=2, queries=LENGTH, keys=LENGTH, seed=0):
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  return (
+    draw(8, queries, heads, 6) * 2,
+    draw(8, keys, kv_heads, 6),
+    draw(8, keys, kv_heads, 6),
+  )
+
+
+@functools.cache
+def compiled(name):
+  return jax.jit(lambda q, k, v, slots, start: KERNELS[name](q, k, v, slots=slots, start=start))
+
+
+def check(name, qkv, slots):
+  slots = np.asarray(slots, np.int32)
+  got = compiled(name)(*qkv, slots, START)
+  want, sees = policy_oracle.attend(*qkv, slots, START)
+  assert got.shape == want.shape and got.dtype == jnp.float32
+  assert np.isfinite(got).all()
+  np.testing.assert_allclose(np.asarray(got)[sees], want[sees], rtol=0, atol=3e-6)
+  return sees
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2, 1])
+@pytest.mark.parametrize('name', KERNELS)
+def test_values_equal_the_definition(name, kv_heads):
+  sees = check(name, inputs(kv_heads=kv_heads), range(LENGTH))
+  assert not sees.all()  # queries before their row's start were among them
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_decoding_slots(name):
+  check(name, inputs(queries=1), [7])
+  check(name, inputs(queries=1), [LENGTH - 1])
+  check(name, inputs(queries=3), [5, 6, 7])
+  check(name, inputs(queries=3), [0, 9, 4])
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_large_scores_stay_finite(name):
+  q, k, v = inputs()
+  check(name, (q * 1e3, k, v), range(LENGTH))
+
+
+@functools.cache
+def gradients(name):
+  """d/d(q,k,v) of a weighted sum over *all* queries, those that see nothing included."""
+
+  def loss(qkv, weight, slots, start):
+    return (weight * KERNELS[name](*qkv, slots=slots, start=start)).sum()
+
+  return jax.jit(jax.grad(loss))
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_gradients_equal_differences_of_the_definition(name):
+  qkv, slots = inputs(), np.arange(LENGTH)
+  rng = np.random.default_rng(1)
+  sees = slots[None] >= START[:, None]
+  weight = rng.normal(size=qkv[0].shape) * sees[:, :, None, None]
+  grads = gradients(name)(qkv, weight.astype(np.float32), slots, START)
+  for i in range(3):
+    direction = rng.normal(size=qkv[i].shape)
+    move = lambda h, i=i, d=direction: [x + h * d if i == j else x for j, x in enumerate(qkv)]
+    value = lambda h, move=move: (weight * policy_oracle.attend(*move(h), slots, START)[0]).sum()
+    want = (value(1e-5) - value(-1e-5)) / 2e-5
+    np.testing.assert_allclose((np.asarray(grads[i]) * direction).sum(), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_gradients_are_finite_and_agree_and_skip_padding(name):
+  qkv, slots = inputs(), np.arange(LENGTH)
+  sees = (slots[None] >= START[:, None])[:, :, None, None]
+  grads = gradients(name)(qkv, np.ones_like(qkv[0]), slots, START)
+  assert all(np.isfinite(g).all() for g in grads)
+  weight = np.broadcast_to(sees, qkv[0].shape).astype(np.float32)
+  grads = gradients(name)(qkv, weight, slots, START)
+  for got, want in zip(grads, gradients('plain')(qkv, weight, slots, START), strict=True):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+  for g in grads[1:]:
+    np.testing.assert_array_equal(np.where(sees, 0, g), 0)
+
+
+@pytest.mark.parametrize('name', ['plain', 'block 4'])
+def test_the_result_has_the_dtype_of_the_query(name):
+  q, k, v = (jnp.asarray(x) for x in inputs())
+  call = functools.partial(KERNELS[name], slots=jnp.arange(LENGTH), start=jnp.asarray(START))
+  want = call(q, k, v)
+  low = call(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
+  assert low.dtype == jnp.bfloat16
+  np.testing.assert_allclose(low.astype(np.float32), want, rtol=0, atol=0.1)
+  mixed = call(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16))
+  assert mixed.dtype == jnp.float32
+
+
+def arrays(jaxpr):
+  """Shapes of every value in a jaxpr and the jaxprs inside it."""
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.shape for v in eqn.outvars)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from arrays(inner)
+
+
+def value_and_gradient(kernel, length, block=None):
+  kernel = kernel if block is None else functools.partial(kernel, block=block)
+  start, slots = jnp.zeros(1, jnp.int32), jnp.arange(length)
+  loss = lambda qkv: jnp.square(kernel(*qkv, slots=slots, start=start)).sum()
+  x = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
+  return jax.value_and_grad(loss), [x, x, x]
+
+
+def square(shapes, length):
+  return [s for s in shapes if sum(size >= length for size in s) >= 2]
+
+
+def test_blockwise_holds_no_square_array():
+  length = 512
+  fn, args = value_and_gradient(attention.blockwise, length, 64)
+  assert not square(arrays(jax.make_jaxpr(fn)(args).jaxpr), length)
+  text = jax.jit(fn).lower(args).compile().as_text()
+  shapes = [tuple(map(int, s.split(','))) for s in re.findall(r'\w\[([\d,]+)\]', text)]
+  assert len(shapes) > 100 and not square(shapes, length)
+  fn, args = value_and_gradient(attention.plain, length)  # the search does find them
+  assert square(arrays(jax.make_jaxpr(fn)(args).jaxpr), length)
+
+
+def test_blockwise_memory_is_linear_in_length_backward_too():
+  def largest(length):
+    fn, args = value_and_gradient(attention.blockwise, length, 64)
+    return max(int(np.prod(s)) for s in arrays(jax.make_jaxpr(fn)(args).jaxpr))
+
+  assert largest(2048) <= 2 * largest(1024)
+
+
+@pytest.mark.parametrize('mesh', [(8, 1), (4, 2)])
+@pytest.mark.parametrize('name', ['plain', 'block 5'])
+def test_sharded_equals_unsharded(name, mesh):
+  qkv, slots = inputs(), jnp.arange(LENGTH)
+  weight = np.random.default_rng(2).normal(size=qkv[0].shape).astype(np.float32)
+  weight *= (np.arange(LENGTH)[None] >= START[:, None])[:, :, None, None]
+
+  def loss(qkv, weight, start):
+    out = KERNELS[name](*qkv, slots=slots, start=start)
+    return (weight * out).sum(), out
+
+  fn = jax.value_and_grad(loss, has_aux=True)
+  (_, want), want_grads = jax.jit(fn)(qkv, weight, START)
+  with jax.set_mesh(sharding.make_mesh(*mesh)):
+    rows, heads = P('data'), P('data', None, 'model')
+    args = jax.device_put((qkv, weight, START), (heads, heads, rows))
+    (_, got), grads = jax.jit(fn)(*args)
+    assert jax.typeof(got).sharding.spec == P('data', None, 'model', None)
+  np.testing.assert_allclose(got * (weight != 0), want * (weight != 0), rtol=0, atol=1e-5)
+  for g, w in zip(grads, want_grads, strict=True):
+    np.testing.assert_allclose(g, w, rtol=0, atol=1e-5 * np.abs(w).max())

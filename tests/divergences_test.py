@@ -1,0 +1,448 @@
+"""trm_jax.divergences: exact divergences per position and one-sample estimators."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import oracles
+import pytest
+from jax import P
+
+from trm_jax import divergences as dv
+from trm_jax import sharding
+
+INF = jnp.inf
+MESHES = [(4, 2), (1, 8), (8, 1)]
+SHAPE = (8, 3, 16)
+PAIRS = [(dv.kl, oracles.kl), (dv.total_variation, oracles.total_variation)]
+BATTERY = pytest.mark.parametrize('fn', [dv.kl, dv.total_variation])
+SEEDS = st.integers(0, 2**20)
+
+
+def logits(seed=0, scale=2.0, shape=SHAPE):
+  """(policy, rollout)."""
+  keys = jax.random.split(jax.random.key(seed))
+  return tuple(scale * jax.random.normal(k, shape) for k in keys)
+
+
+def log(*probabilities):
+  return jnp.log(jnp.array(probabilities, jnp.float32))
+
+
+def tokens_of(seed=0):
+  return jax.random.randint(jax.random.key(seed), SHAPE[:2], 0, SHAPE[-1])
+
+
+# Against the oracle, and by hand.
+
+
+@pytest.mark.parametrize('temperature', [0.6, 1.0, 1.3])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_matches_the_oracle(dtype, temperature):
+  # The oracle gets the rounded logits: rounding of the inputs is not an error of the function.
+  policy, rollout = (x.astype(dtype) for x in logits())
+  tokens = tokens_of()
+  for fn, oracle in PAIRS:
+    got = fn(policy, rollout, temperature=temperature)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, oracle(policy, rollout, temperature), rtol=2e-6, atol=1e-7)
+  got = dv.entropy(policy, temperature=temperature)
+  np.testing.assert_allclose(got, oracles.entropy(policy, temperature), rtol=2e-6)
+  got = dv.logp(policy, tokens, temperature=temperature)
+  np.testing.assert_allclose(got, oracles.logp(policy, tokens, temperature), rtol=2e-6, atol=1e-6)
+  for got, want in [(dv.k1, oracles.k1), (dv.k2, oracles.k2), (dv.k3, oracles.k3)]:
+    x = policy.astype(jnp.float32)
+    np.testing.assert_allclose(got(x), want(x), rtol=1e-5)
+
+
+def test_argument_order_and_direction():
+  # KL(rollout || policy) = .7 ln(7/6) + .2 ln(4/5) + .1 ln(2/3)
+  #                       = .1079055 - .0446287 - .0405465 = .0227303; the reverse
+  # is .6 ln(6/7) + .25 ln(5/4) + .15 ln(3/2) = -.0924904 + .0557859 + .0608198 = .0241152.
+  # TV = (.1 + .05 + .05) / 2 = .1
+  rollout, policy = log(0.7, 0.2, 0.1), log(0.6, 0.25, 0.15)
+  np.testing.assert_allclose(dv.kl(policy, rollout), 0.0227303, atol=1e-7)
+  np.testing.assert_allclose(dv.kl(rollout, policy), 0.0241152, atol=3e-7)
+  named = dv.kl(policy_logits=policy, rollout_logits=rollout)
+  np.testing.assert_allclose(named, 0.0227303, atol=1e-7)
+  np.testing.assert_allclose(dv.total_variation(policy, rollout), 0.1, atol=1e-7)
+
+
+def test_hand_computed_entropy_and_logp():
+  # H(1/2, 1/4, 1/4) = 3/2 ln 2
+  np.testing.assert_allclose(dv.entropy(log(0.5, 0.25, 0.25)), 1.5 * math.log(2), rtol=1e-6)
+  np.testing.assert_allclose(dv.entropy(jnp.zeros(16)), math.log(16), rtol=1e-6)
+  np.testing.assert_allclose(dv.logp(log(0.5, 0.25, 0.25), jnp.int32(1)), -math.log(4), rtol=1e-6)
+
+
+def test_only_a_rare_token_differs():
+  # A token of probability 1e-6 under the rollout and 1e-4 under the policy moves k2 by 10.6 but
+  # the KL by 9.4e-5; and (.02, .98) against (1e-6, 1 - 1e-6) has KL .178, k2(.98 token) 2.0e-4.
+  policy, rollout = log(1e-4, 1 - 1e-4), log(1e-6, 1 - 1e-6)
+  np.testing.assert_allclose(dv.kl(policy, rollout), 9.44e-5, rtol=2e-3)
+  np.testing.assert_allclose(dv.k2(policy - rollout)[0], 10.60, rtol=1e-3)
+  policy, rollout = log(1e-6, 1 - 1e-6), log(0.02, 0.98)
+  np.testing.assert_allclose(dv.kl(policy, rollout), 0.1783, rtol=1e-3)
+  np.testing.assert_allclose(dv.k2(policy - rollout)[1], 2.04e-4, rtol=1e-2)
+
+
+# Accuracy: a mask compares these numbers with limits near the rounding errors of naive forms.
+
+
+@pytest.mark.parametrize(
+  'noise, size, error', [(1e-1, 4.7e-3, 1e-6), (1e-2, 4.7e-5, 2e-6), (1e-3, 4.7e-7, 1e-5),
+                         (1e-4, 4.7e-9, 1e-4), (1e-5, 4.7e-11, 2e-3)]
+)  # fmt: skip
+def test_relative_accuracy_of_small_divergences(noise, size, error):
+  rollout = 3 * jax.random.normal(jax.random.key(0), (4, 32768))
+  policy = rollout + noise * jax.random.normal(jax.random.key(1), rollout.shape)
+  want, got = oracles.kl(policy, rollout), dv.kl(policy, rollout)
+  np.testing.assert_allclose(want, size, rtol=0.2)
+  np.testing.assert_allclose(got, want, rtol=error)
+  tv = dv.total_variation(policy, rollout)
+  np.testing.assert_allclose(tv, oracles.total_variation(policy, rollout), rtol=2e-3, atol=1e-9)
+
+
+def test_accuracy_in_bfloat16_and_on_a_shared_support():
+  rollout = 3 * jax.random.normal(jax.random.key(0), (4, 4096))
+  policy = rollout + 1e-3 * jax.random.normal(jax.random.key(1), rollout.shape)
+  half = policy.astype(jnp.bfloat16), rollout.astype(jnp.bfloat16)
+  np.testing.assert_allclose(dv.kl(*half), oracles.kl(*half), rtol=1e-5)
+  top = rollout < jax.lax.top_k(rollout, 50)[0][:, -1:]
+  both = jnp.where(top, -INF, policy), jnp.where(top, -INF, rollout)
+  np.testing.assert_allclose(dv.kl(*both), oracles.kl(*both), rtol=1e-5)
+
+
+@pytest.mark.parametrize('gap', [5.0, 30.0, 80.0, 88.0, 95.0, 150.0, 1e4])
+def test_opposed_peaks(gap):
+  # (gap, 0) against (0, gap): exp(gap) overflows and the other probability underflows.
+  # KL = (p - q) gap = gap tanh(gap / 2), TV = tanh(gap / 2).
+  policy, rollout = jnp.array([0.0, gap]), jnp.array([gap, 0.0])
+  np.testing.assert_allclose(dv.kl(policy, rollout), gap * math.tanh(gap / 2), rtol=1e-6)
+  np.testing.assert_allclose(dv.total_variation(policy, rollout), math.tanh(gap / 2), rtol=1e-6)
+  assert jnp.isfinite(jnp.array(jax.grad(dv.kl, (0, 1))(policy, rollout))).all()
+
+
+@hypothesis.given(seed=SEEDS, scale=st.sampled_from([0.1, 1.0, 10.0, 100.0]))
+def test_matches_the_oracle_at_any_scale(seed, scale):
+  # Covers both forms of the KL's terms, |log ratio| from 0 to hundreds.
+  policy, rollout = logits(seed, scale)
+  for fn, oracle in PAIRS:
+    want = oracle(policy, rollout)
+    np.testing.assert_allclose(fn(policy, rollout), want, rtol=5e-5, atol=2e-7)
+
+
+# Properties.
+
+
+@BATTERY
+@hypothesis.given(seed=SEEDS, scale=st.sampled_from([1e-3, 1.0, 50.0, 1e4]))
+def test_nonnegative_zero_on_itself_and_bounded(fn, seed, scale):
+  policy, rollout = logits(seed, scale)
+  near = rollout + jnp.float32(1e-5) * policy / scale
+  np.testing.assert_array_equal(fn(rollout, rollout), 0)
+  for other in (policy, near):
+    found = fn(other, rollout)
+    assert (found >= 0).all() and jnp.isfinite(found).all()
+    if fn is dv.total_variation:
+      assert (found <= 1).all()
+  entropy = dv.entropy(policy)
+  assert (entropy >= 0).all() and (entropy <= math.log(SHAPE[-1]) + 1e-6).all()
+
+
+@BATTERY
+@hypothesis.given(seed=SEEDS, shift=st.integers(-10_000, 10_000))
+def test_an_exact_shift_of_either_side_changes_no_bit(fn, seed, shift):
+  policy, rollout = (jnp.round(x * 64) / 64 for x in logits(seed))
+  want = fn(policy, rollout)
+  np.testing.assert_array_equal(fn(policy + shift, rollout), want)
+  np.testing.assert_array_equal(fn(policy, rollout - shift), want)
+
+
+@hypothesis.given(seed=SEEDS)
+def test_pinsker_and_symmetry(seed):
+  policy, rollout = logits(seed)
+  tv = dv.total_variation(policy, rollout)
+  assert (tv <= jnp.sqrt(dv.kl(policy, rollout) / 2) + 1e-6).all()
+  np.testing.assert_allclose(tv, dv.total_variation(rollout, policy), rtol=1e-5)
+
+
+@BATTERY
+def test_temperature_divides_both_sides(fn):
+  policy, rollout = logits()
+  np.testing.assert_array_equal(fn(policy, rollout, temperature=0.5), fn(2 * policy, 2 * rollout))
+  np.testing.assert_array_equal(fn(policy, policy, temperature=0.6), 0)
+
+
+@BATTERY
+def test_one_token_vocabulary_and_single_position(fn):
+  one = jnp.array([[[3.0]]])
+  np.testing.assert_array_equal(fn(one, -one), [[0.0]])
+  np.testing.assert_array_equal(dv.entropy(one), [[0.0]])
+  np.testing.assert_array_equal(dv.logp(one, jnp.array([[0]])), [[0.0]])
+  policy, rollout = logits(shape=(1, 1, 16))
+  np.testing.assert_array_equal(fn(policy, rollout)[0, 0], fn(policy[0, 0], rollout[0, 0]))
+
+
+# Zero probabilities and broken numbers.
+
+
+def test_policy_without_mass_where_the_rollout_has_some():
+  policy, rollout = log(0.0, 0.5, 0.5), log(0.2, 0.4, 0.4)
+  assert dv.kl(policy, rollout) == INF
+  np.testing.assert_allclose(dv.total_variation(policy, rollout), 0.2, rtol=1e-6)
+
+
+def test_rollout_without_mass_where_the_policy_has_some():
+  # KL = 1/2 ln(.5/.4) * 2 = ln 1.25; TV = .2
+  policy, rollout = log(0.2, 0.4, 0.4), log(0.0, 0.5, 0.5)
+  np.testing.assert_allclose(dv.kl(policy, rollout), math.log(1.25), rtol=1e-6)
+  np.testing.assert_allclose(dv.total_variation(policy, rollout), 0.2, rtol=1e-6)
+  # A truncated rollout of a policy: KL = -ln(mass of the support under the policy).
+  policy = logits()[0]
+  support = policy >= jax.lax.top_k(policy, 4)[0][..., -1:]
+  mass = jnp.where(support, jax.nn.softmax(policy), 0).sum(-1)
+  got = dv.kl(policy, jnp.where(support, policy, -INF))
+  np.testing.assert_allclose(got, -jnp.log(mass), rtol=1e-5)
+
+
+def test_both_without_mass():
+  # The third token does not exist on either side: as the example of two tokens.
+  policy, rollout = log(0.5, 0.5, 0.0), log(0.8, 0.2, 0.0)
+  # .8 ln 1.6 + .2 ln .4 = .3760029 - .1832581
+  np.testing.assert_allclose(dv.kl(policy, rollout), 0.1927448, rtol=1e-5)
+  np.testing.assert_allclose(dv.total_variation(policy, rollout), 0.3, rtol=1e-6)
+  np.testing.assert_allclose(dv.entropy(policy), math.log(2), rtol=1e-6)
+
+
+def test_gradients_at_zero_probabilities_are_finite():
+  cases = [(log(0.0, 0.5, 0.5), log(0.2, 0.4, 0.4)), (log(0.2, 0.4, 0.4), log(0.0, 0.5, 0.5))]
+  for policy, rollout in [*cases, (log(0.0, 0.5, 0.5), log(0.0, 0.2, 0.8))]:
+    for fn in (dv.kl, dv.total_variation):
+      for gradient in jax.grad(fn, (0, 1))(policy, rollout):
+        assert jnp.isfinite(gradient).all()
+    assert jnp.isfinite(jax.grad(dv.entropy)(policy)).all()
+
+
+@BATTERY
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
+@pytest.mark.parametrize('side', [0, 1])
+def test_broken_logits_give_nan_at_their_position_alone(fn, bad, side):
+  pair = list(logits())
+  want = fn(*pair)
+  pair[side] = pair[side].at[2, 1, 5].set(bad)
+  got = fn(*pair)
+  assert jnp.isnan(got[2, 1])
+  np.testing.assert_array_equal(got.at[2, 1].set(0), want.at[2, 1].set(0))
+
+
+@BATTERY
+def test_a_position_of_minus_infinity_alone_has_no_distribution(fn):
+  policy, rollout = logits()
+  assert jnp.isnan(fn(policy.at[0, 0].set(-INF), rollout)[0, 0])
+  assert jnp.isnan(fn(policy, rollout.at[0, 0].set(-INF))[0, 0])
+
+
+# One-sample estimators.
+
+
+@pytest.mark.parametrize(
+  'ratio, k1, k3', [(0.5, 0.69, 0.19), (1, 0, 0), (2, -0.69, 0.31), (10, -2.30, 6.70),
+                    (100, -4.605, 94.395), (0.01, 4.605, 3.615)]
+)  # fmt: skip
+def test_estimators_by_hand(ratio, k1, k3):
+  # k1 = -ln r, k2 = (ln r)^2 / 2, k3 = r - 1 - ln r
+  x = jnp.log(jnp.float32(ratio))
+  np.testing.assert_allclose(dv.k1(x), k1, atol=6e-3)
+  np.testing.assert_allclose(dv.k2(x), k1**2 / 2, atol=2e-2)
+  np.testing.assert_allclose(dv.k3(x), k3, atol=6e-3)
+
+
+@pytest.mark.parametrize('x', [1e-6, -1e-6, 1e-4, 1e-2, 0.3499, 0.3501, -0.3499, -0.3501, 3.0])
+def test_k3_has_no_cancellation(x):
+  # x^2/2 + x^3/6 + ..., 5e-13 at 1e-6; exp(x) - 1 - x in float32 gives 0 or 1e-7 there.
+  want = sum(np.float64(np.float32(x)) ** n / math.factorial(n) for n in range(2, 30))
+  np.testing.assert_allclose(dv.k3(jnp.float32(x)), want, rtol=1e-5)
+
+
+def test_k3_of_broken_numbers():
+  got = dv.k3(jnp.array([INF, -INF, 1e4, -1e4, jnp.nan, 0.0]))
+  np.testing.assert_array_equal(got, [INF, INF, INF, 9999, jnp.nan, 0])
+  gradient = jax.vmap(jax.grad(dv.k3))(jnp.array([0.0, 1e-6, -1e4, INF]))
+  np.testing.assert_allclose(gradient, [0, 1e-6, -1, 0], rtol=1e-5)
+
+
+@hypothesis.given(seed=SEEDS)
+def test_k1_and_k3_are_unbiased_under_the_rollout(seed):
+  # By enumeration: E_rollout[k1] = E_rollout[k3] = KL(rollout || policy); k2 is biased.
+  policy, rollout = logits(seed, 1.0)
+  p = np.exp(oracles.log_softmax(rollout))
+  x = (jax.nn.log_softmax(policy) - jax.nn.log_softmax(rollout)).astype(jnp.float32)
+  kl = oracles.kl(policy, rollout)
+  for estimator in (dv.k1, dv.k3):
+    np.testing.assert_allclose((p * oracles.f64(estimator(x))).sum(-1), kl, rtol=1e-4, atol=1e-6)
+  assert np.abs((p * oracles.f64(dv.k2(x))).sum(-1) - kl).max() > 1e-2
+
+
+# All in one pass.
+
+
+def test_statistics_are_the_single_functions():
+  policy, rollout = logits()
+  tokens = tokens_of()
+  reported = dv.logp(rollout, tokens, temperature=0.7) + 0.25
+  found, logp = dv.statistics(policy, rollout, tokens, reported, temperature=0.7)
+  np.testing.assert_array_equal(found.kl, dv.kl(policy, rollout, temperature=0.7))
+  np.testing.assert_array_equal(found.tv, dv.total_variation(policy, rollout, temperature=0.7))
+  np.testing.assert_array_equal(found.entropy, dv.entropy(policy, temperature=0.7))
+  np.testing.assert_allclose(logp, oracles.logp(policy, tokens, 0.7), rtol=1e-6, atol=1e-6)
+  want = oracles.logp(policy, tokens, 0.7) - oracles.logp(rollout, tokens, 0.7) - 0.25
+  np.testing.assert_allclose(found.log_ratio, want, atol=2e-6)
+
+
+def test_a_wrong_report_shows_beside_an_exact_zero():
+  policy = logits()[0]
+  tokens = tokens_of()
+  reported = dv.logp(policy, tokens).at[0, 0].add(-0.5).at[1, 0].set(jnp.nan).at[2, 0].set(-INF)
+  found, logp = dv.statistics(policy, policy, tokens, reported)
+  np.testing.assert_array_equal(found.kl, 0)
+  np.testing.assert_allclose(found.log_ratio[0, 0], 0.5, rtol=1e-6)
+  assert jnp.isnan(found.log_ratio[1, 0]) and found.log_ratio[2, 0] == INF
+  np.testing.assert_array_equal(found.log_ratio[3:], 0)
+  assert jnp.isfinite(logp).all()
+
+
+# Transformations.
+
+
+def test_gradients():
+  policy, rollout = logits(1, 1.0, (2, 2, 5))
+  tokens = jnp.array([[0, 3], [4, 1]])
+  asarrays = lambda f: lambda *xs: f(*map(jnp.asarray, xs))
+  check = functools.partial(
+    jax.test_util.check_grads, order=1, modes=('rev',), rtol=2e-2, atol=2e-2, eps=1e-2
+  )
+  check(asarrays(functools.partial(dv.kl, temperature=0.8)), (policy, rollout))
+  check(asarrays(dv.total_variation), (policy, rollout))
+  check(asarrays(dv.entropy), (policy,))
+  check(asarrays(lambda x: dv.logp(x, tokens)), (policy,))
+  for k in (dv.k1, dv.k2, dv.k3):
+    check(asarrays(k), (policy,))
+
+
+def test_gradient_of_kl_is_the_difference_of_probabilities():
+  # d KL(p || q) / d policy logits = q - p; both terms exact, so this pins sign and scale. With
+  # respect to the rollout logits it is p (log p/q - KL).
+  policy, rollout = logits()
+  to_policy, to_rollout = jax.grad(lambda a, b: dv.kl(a, b).sum(), (0, 1))(policy, rollout)
+  log_q, log_p = oracles.log_softmax(policy), oracles.log_softmax(rollout)
+  np.testing.assert_allclose(to_policy, np.exp(log_q) - np.exp(log_p), atol=2e-6)
+  gap = log_p - log_q - oracles.kl(policy, rollout)[..., None]
+  np.testing.assert_allclose(to_rollout, np.exp(log_p) * gap, atol=5e-6)
+  np.testing.assert_array_equal(jax.grad(lambda a: dv.kl(a, rollout).sum())(rollout), 0)
+
+
+def everything(policy, rollout, tokens, axis_name=None):
+  found, logp = dv.statistics(
+    policy, rollout, tokens, jnp.zeros(tokens.shape), temperature=0.9, axis_name=axis_name
+  )
+  single = {
+    'kl': dv.kl(policy, rollout, axis_name=axis_name),
+    'tv': dv.total_variation(policy, rollout, axis_name=axis_name),
+    'entropy': dv.entropy(policy, axis_name=axis_name),
+    'logp': dv.logp(policy, tokens, axis_name=axis_name),
+  }
+  return single | {
+    'all.kl': found.kl,
+    'all.tv': found.tv,
+    'all.log_ratio': found.log_ratio,
+    'all.entropy': found.entropy,
+    'all.logp': logp,
+  }
+
+
+def cotangent(values):
+  """Different for every output and position."""
+  return {
+    name: value * 0 + jnp.sin(7.0 * i + jnp.arange(value.size)).reshape(value.shape)
+    for i, (name, value) in enumerate(sorted(values.items()))
+  }
+
+
+def value_and_gradients(fn, policy, rollout, tokens):
+  values, back = jax.vjp(lambda a, b: fn(a, b, tokens), policy, rollout)
+  return values, back(cotangent(values))
+
+
+def close(got, want):
+  for name, value in want[0].items():
+    np.testing.assert_allclose(got[0][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+  for g, w in zip(got[1], want[1], strict=True):
+    np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
+
+
+def awkward(seed):
+  """A pair with one-sided and shared zeros, one large logit and one identical row."""
+  policy, rollout = logits(seed)
+  policy = policy.at[0, 0, 3].set(-INF).at[1, 0, 3].set(-INF).at[2, 0, 7].set(30)
+  rollout = rollout.at[0, 0, 3].set(-INF).at[3, 0, 12].set(-INF).at[4].set(policy[4])
+  return policy, rollout, tokens_of(seed)
+
+
+def test_jit_and_vmap():
+  policy, rollout, tokens = awkward(2)
+  want = everything(policy, rollout, tokens)
+  for name, value in jax.jit(everything)(policy, rollout, tokens).items():
+    np.testing.assert_allclose(value, want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+  for fn in (dv.kl, dv.total_variation):
+    got = jax.vmap(jax.vmap(fn))(policy, rollout)
+    np.testing.assert_allclose(got, fn(policy, rollout), rtol=1e-5, atol=1e-6)
+
+
+def test_no_implicit_promotion():
+  with jax.numpy_dtype_promotion('strict'):
+    found = everything(*logits(), tokens_of())
+    assert all(jnp.isfinite(x).all() for x in found.values())
+    assert jnp.isfinite(dv.k3(logits()[0])).all()
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_split_over_a_mesh(mesh):
+  policy, rollout, tokens = awkward(3)
+  want = jax.jit(functools.partial(value_and_gradients, everything))(policy, rollout, tokens)
+  with jax.set_mesh(sharding.make_mesh(*mesh)):
+    columns = P('data', None, 'model')
+    split = jax.shard_map(
+      functools.partial(everything, axis_name='model'),
+      in_specs=(columns, columns, P('data')),
+      out_specs=P('data'),
+      check_vma=True,
+    )
+    policy, rollout = jax.device_put((policy, rollout), columns)
+    tokens = jax.device_put(tokens, P('data'))
+    got = jax.jit(functools.partial(value_and_gradients, split))(policy, rollout, tokens)
+  close(got, want)
+
+
+@pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
+def test_split_over_a_named_axis(mapped):
+  policy, rollout, tokens = awkward(4)
+  want = jax.jit(functools.partial(value_and_gradients, everything))(policy, rollout, tokens)
+  split = lambda x: jnp.moveaxis(x.reshape(*SHAPE[:2], 8, 2), 2, 0)
+  whole = lambda x: jnp.moveaxis(x, 0, 2).reshape(SHAPE)
+  run = mapped(
+    functools.partial(everything, axis_name='model'), axis_name='model', in_axes=(0, 0, None)
+  )
+  # Every device returns the same; only the first one's output is weighed, or a gradient would
+  # count 8 times.
+  values, back = jax.vjp(lambda a, b: run(a, b, tokens), split(policy), split(rollout))
+  first = lambda x: jnp.zeros((8, *x.shape)).at[0].set(x)
+  gradients = back(jax.tree.map(first, cotangent(want[0])))
+  for device in range(8):
+    found = jax.tree.map(lambda y, d=device: y[d], values)
+    close((found, tuple(map(whole, gradients))), want)

@@ -1,0 +1,247 @@
+"""The host's side of training: data in, steps dispatched, metrics out, checkpoints, resume.
+
+The metrics of step k are fetched while step k+1 runs. A checkpoint holds the whole `TrainState` and
+the data cursor, so a run that was interrupted anywhere continues bit for bit on the same machine.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trm_jax import policy, recording, sharding, tasks, update
+from trm_jax.sharding import DATA
+from trm_jax.train import Program
+from trm_jax.types import InputError, NonFiniteError
+
+# Settings that may differ when a run is continued.
+_FREE = ('steps', 'save_every', 'data_dir')
+
+
+class Interrupted(Exception):
+  """SIGINT or SIGTERM arrived; everything up to the named step is saved."""
+
+  def __init__(self, step: int, number: int):
+    super().__init__(step, number)
+    self.step, self.number = step, number
+
+  def __str__(self) -> str:
+    name = signal.Signals(self.number).name
+    return f'{name}: stopped after step {self.step}, saved; --resume continues from here.'
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+  """Collects SIGINT and SIGTERM instead of dying of them; the loop looks between steps."""
+  caught: list[int] = []
+  try:
+    before = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in (2, 15)}
+  except ValueError:  # not the main thread: whoever runs the threads handles signals
+    yield caught
+    return
+  try:
+    yield caught
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def rows(batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
+  """This process's prompts as global arrays, rows split over `data`."""
+  place = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(DATA))
+  return tuple(
+    jax.make_array_from_process_local_data(place, batch[name]) for name in ('prompts', 'start')
+  )
+
+
+def prompts(program: Program, split: str, count: int, *, seed: int, shuffle: bool = True):
+  """Endless iterator over a split of the program's task; `count` prompts over all processes."""
+  processes = jax.process_count()
+  if count % processes:
+    raise InputError(f'{count} prompts a step cannot be shared by {processes} processes equally.')
+  return iter(
+    tasks.prompts(
+      program.task,
+      split=split,
+      data_dir=program.config.data_dir,
+      batch_size=count // processes,
+      seed=seed,
+      shuffle=shuffle,
+      process_index=jax.process_index(),
+      process_count=processes,
+    )
+  )
+
+
+def _held_out(program: Program):
+  count = program.config.eval_prompts
+  return rows(next(prompts(program, 'validation', count, seed=0, shuffle=False)))
+
+
+def _abstract(tree):
+  """Shapes, dtypes and layouts of a tree: what a checkpoint is restored into."""
+  mesh = jax.sharding.get_mesh()
+
+  def one(a):
+    spec = a.sharding.spec if isinstance(a.sharding, jax.NamedSharding) else jax.P()
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+  return jax.tree.map(one, tree)
+
+
+def settings(program: Program, **extra: Any) -> dict[str, Any]:
+  """What defines a run, as JSON-able values; a resumed run must agree on it."""
+  found = dataclasses.asdict(program.config)
+  return {k: v for k, v in found.items() if k not in _FREE} | extra
+
+
+def warm_start(
+  program: Program, directory: str | os.PathLike, *, progress: recording.Progress | None = None
+) -> policy.Params:
+  """Parameters after the supervised warm start, computed once per directory and then reused.
+
+  Continues where it stopped. Raises InputError if the directory holds another warm start.
+  """
+  config, chosen = program.config, program.config.warm_start
+  about = {
+    k: dataclasses.asdict(config)[k] for k in ('task', 'response_length', 'policy', 'warm_start')
+  }
+  about |= {'seed': config.seed, 'mesh': config.mesh}
+  with (
+    jax.set_mesh(program.mesh),
+    recording.open_run(directory, about, resume=True, keep=1) as record,
+    _signals() as caught,
+  ):
+    key = jax.random.key(config.seed)
+    params = program.init(jax.random.fold_in(key, 0))
+    state = (params, jax.jit(program.pretrain_optimizer.init)(params))
+    data = prompts(program, 'train', chosen.batch, seed=config.seed)
+    start, found = 0, record.restore(_abstract(state))
+    if found:
+      start, state, meta = found
+      data.set_state(meta['data'])
+    if start >= chosen.steps:
+      return state[0]
+    progress = progress or recording.Progress(chosen.steps, 'warm start', start=start)
+    loss = None
+    for step in range(start + 1, chosen.steps + 1):
+      step_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
+      *state, loss = program.pretrain(*state, *rows(next(data)), step_key)
+      last = step == chosen.steps
+      if last or step % 50 == 0 or caught:
+        record.log(step, {'loss': float(loss)})
+        progress.update(step, loss=float(loss))
+      if last or step % 250 == 0 or caught:
+        record.save(step, tuple(state), {'data': data.get_state()})
+      if caught and not last:
+        raise Interrupted(step, caught[0])
+    progress.close()
+    return state[0]
+
+
+@dataclasses.dataclass
+class _Pending:
+  """A step that was dispatched and not yet fetched."""
+
+  step: int
+  scalars: dict[str, jax.Array]
+  flags: dict[str, jax.Array]
+  evaluation: dict[str, jax.Array]
+
+
+def run(
+  program: Program,
+  directory: str | os.PathLike,
+  params: policy.Params,
+  *,
+  arm: update.Arm | None = None,
+  label: str = 'rl',
+  resume: bool = False,
+  progress: recording.Progress | None = None,
+) -> list[dict[str, float]]:
+  """Reinforcement learning from `params`; returns the recorded metrics, one dict a step.
+
+  Row k holds the metrics of RL step k (counted from 1) and, where it was evaluated, the accuracy of
+  the policy after it; row 0 is the start. Raises InputError for a directory that does not fit,
+  NonFiniteError (parameters and the last checkpoint stay good), Interrupted on a signal.
+  """
+  config = program.config
+  arm = arm or update.Arm()
+  arm = update.Arm(jnp.int32(arm.method), jnp.float32(arm.strength))
+  about = settings(program, label=label, arm=[int(arm.method), float(arm.strength)])
+  with (
+    jax.set_mesh(program.mesh),
+    recording.open_run(directory, about, resume=resume) as record,
+    _signals() as caught,
+  ):
+    key = jax.random.key(config.seed)
+    state = program.start(params, jax.random.fold_in(key, 2))
+    data = prompts(program, 'train', config.prompts, seed=config.seed + 1)
+    held_out, eval_key = _held_out(program), jax.random.fold_in(key, 3)
+    # Restored before anything is dispatched, so that a damaged checkpoint costs no compile.
+    start, found = 0, record.restore(_abstract(state))
+    if found:
+      start, state, meta = found
+      data.set_state(meta['data'])
+    progress = progress or recording.Progress(config.steps, label, start=start)
+    clock = time.perf_counter()
+
+    def fetch(pending: _Pending | None):
+      """Waits for a dispatched step, checks it and writes it down."""
+      nonlocal clock
+      if pending is None:
+        return
+      scalars, flags, evaluation = jax.device_get(
+        (pending.scalars, pending.flags, pending.evaluation)
+      )
+      if flags and not flags['finite']:
+        raise NonFiniteError(_why_not_finite(pending.step, scalars, flags, record.path))
+      now = time.perf_counter()
+      seconds, clock = now - clock, now
+      record.log(pending.step, scalars | evaluation | {'seconds': seconds})
+      shown = {'reward': scalars.get('reward'), 'accepted': scalars.get('acceptance')}
+      shown |= {'accuracy': evaluation.get('accuracy/sampled')}
+      progress.update(pending.step, **{k: float(v) for k, v in shown.items() if v is not None})
+
+    pending = None
+    if start == 0:
+      evaluation = program.evaluate(state.params, *held_out, eval_key)
+      pending = _Pending(0, {}, {}, evaluation)
+    for step in range(start + 1, config.steps + 1):
+      state, scalars, flags = program.step(state, arm, *rows(next(data)))
+      last = step == config.steps
+      evaluation = {}
+      if last or step % config.eval_every == 0:
+        evaluation = program.evaluate(state.params, *held_out, eval_key)
+      fetch(pending)
+      pending = _Pending(step, scalars, flags, evaluation)
+      if last or step % config.save_every == 0 or caught:
+        fetch(pending)  # what a checkpoint covers must be written before it
+        pending = None
+        record.save(step, state, {'data': data.get_state()})
+        if caught and not last:
+          raise Interrupted(step, caught[0])
+    fetch(pending)
+    progress.close()
+    return record.metrics()
+
+
+def _why_not_finite(step, scalars, flags, path) -> str:
+  if scalars['missing_tokens'] > 0:
+    return (
+      f'step {step}: the engine reported no log-prob for {int(scalars["missing_tokens"])} tokens and'
+      " method.missing is 'error'; mend the engine or choose 'reject' or 'neutral'."
+    )
+  bad = np.flatnonzero(flags['bad_rows']).tolist()
+  where = f'in rows {bad[:16]}' if bad else 'in the gradient only'
+  return (
+    f'step {step}: loss or gradient is not finite ({where}; loss {float(scalars["loss"])}). The'
+    f' parameters were left as they were; the last good checkpoint is in {path}.'
+  )

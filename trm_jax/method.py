@@ -1,0 +1,240 @@
+"""A method = trust region x surrogate x advantages x switches, as one setting.
+
+`Method` is the command line's view; `objective` turns it into the pure function that training
+differentiates. The masking and the surrogate are independent: any surrogate goes with any mask.
+
+    mismatch ignored   anchor='recomputed'
+    PPO-clip           surrogate='clip'
+    TIS                anchor='recomputed', weight='tis'
+    TRM-Max            max_kl=0.2
+    TRM-Combined       max_kl=0.1, mean_kl=0.002
+    decoupled          surrogate='decoupled', anchor='version'
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from trm_jax import advantages as adv
+from trm_jax import importance, surrogates, trust_region
+from trm_jax.types import Divergences, InputError, Mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+  """What the gradient is made of. The default is the paper's surrogate without any mask."""
+
+  # Objective per token: ratio (unclipped), clip (PPO), or decoupled (clip on drift x engine ratio).
+  surrogate: Literal['ratio', 'clip', 'decoupled'] = 'ratio'
+  # Denominator of the ratio: what the engine reports (rollout), the trainer's own log-probs at the
+  # start of the batch (recomputed: ignores the mismatch), or its log-probs under the weights the
+  # engine says it used (version).
+  anchor: Literal['rollout', 'recomputed', 'version'] = 'rollout'
+  # Weight against what the engine reports: none, or tis = min(anchor / rollout, max_ratio).
+  weight: Literal['none', 'tis'] = 'none'
+  # Truncation of the engine ratio (tis and decoupled).
+  max_ratio: float = 2.0
+  # PPO's clip range: 1 - clip_low .. 1 + clip_high (clip and decoupled).
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  # Trust region: keep a sequence while its largest token KL(rollout || policy) is at most this
+  # (nats; TRM-Max). Limits that are set are AND-ed; None = not used.
+  max_kl: float | None = None
+  # ... while its mean token KL is at most this (nats; TRM-Avg).
+  mean_kl: float | None = None
+  # ... while its largest token total variation is at most this (0..1).
+  max_tv: float | None = None
+  # ... while its largest sampled log_ratio^2 / 2 is at most this (no certificate).
+  max_k2: float | None = None
+  # ... while its mean sampled k3 is at most this (no certificate).
+  mean_k3: float | None = None
+  # Let the max_kl limit follow past batches so that about this share is accepted (0..1); max_kl is
+  # then its first value. None = fixed.
+  accept: float | None = None
+  # Control: keep as many sequences as the trust region would, chosen at random.
+  random_mask: bool = False
+  # Reward minus the group's mean (centred), divided by its deviation too (group_relative), or minus
+  # the mean of the others (leave_one_out).
+  advantage: Literal['centred', 'group_relative', 'leave_one_out'] = 'group_relative'
+  # Which rows shape the baseline: all, or only accepted ones (with or without the row itself).
+  baseline_pool: Literal['all', 'accepted', 'loo_accepted'] = 'all'
+  # Tokens of a row: sum (TRM), mean, or sum divided by the response length T (constant).
+  reduce_tokens: surrogates.ReduceTokens = 'sum'
+  # Divide by all sequences (total, TRM: unbiased) or by the accepted ones.
+  normalize_by: surrogates.NormalizeBy = 'total'
+  # Weight of KL(policy || policy at RL step 0), exact, added to the loss. 0 = off, not computed.
+  kl_coefficient: float = 0.0
+  # Whether that penalty covers all rows or only the kept ones.
+  kl_scope: Literal['all', 'kept'] = 'all'
+  # A log-prob the engine did not report (NaN): reject the row, read it as agreement, or stop.
+  missing: importance.Missing = 'reject'
+
+  def __post_init__(self):
+    for name in ('max_kl', 'mean_kl', 'max_tv', 'max_k2', 'mean_k3'):
+      limit = getattr(self, name)
+      if limit is not None and not limit > 0:
+        raise InputError(
+          f'method.{name}={limit} must be > 0: a limit of 0 rejects everything; leave it out for no'
+          ' limit.'
+        )
+    if self.accept is not None and not 0 < self.accept < 1:
+      raise InputError(f'method.accept={self.accept} must lie strictly between 0 and 1.')
+    if self.accept is not None and self.max_kl is None:
+      raise InputError('method.accept needs method.max_kl as the first value of the limit.')
+    if self.random_mask and not self.limits:
+      raise InputError(
+        'method.random_mask keeps as many rows as a trust region would, but no limit is set: add'
+        ' one, e.g. method.max_kl.'
+      )
+    if self.weight == 'tis' and (self.anchor == 'rollout' or self.surrogate == 'decoupled'):
+      raise InputError(
+        f"method.weight='tis' weights anchor / rollout, which method.anchor={self.anchor!r} with"
+        f' method.surrogate={self.surrogate!r} already holds; use it with anchor recomputed or'
+        ' version and surrogate ratio or clip.'
+      )
+    if self.surrogate == 'decoupled' and self.anchor == 'rollout':
+      raise InputError(
+        "method.surrogate='decoupled' splits the ratio at the trainer's own log-probs; set"
+        " method.anchor to 'version' or 'recomputed'."
+      )
+    for name in ('max_ratio', 'clip_high'):
+      if not getattr(self, name) > 0:
+        raise InputError(f'method.{name}={getattr(self, name)} must be > 0.')
+    if not 0 <= self.clip_low <= 1:
+      raise InputError(f'method.clip_low={self.clip_low} must lie in 0..1.')
+    if not self.kl_coefficient >= 0:
+      raise InputError(f'method.kl_coefficient={self.kl_coefficient} must be >= 0.')
+
+  @property
+  def limits(self) -> dict[str, float]:
+    """The limits that are set."""
+    names = ('max_kl', 'mean_kl', 'max_tv', 'max_k2', 'mean_k3')
+    return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """A minibatch after the forward pass: all that a method may look at.
+
+  Attributes:
+    logp: policy log-prob of each sampled token; the only field that carries a gradient.
+    rollout_logp: as reported by the engine, missing values resolved.
+    recomputed_logp: trainer's numerics, weights at the start of the batch.
+    version_logp: trainer's numerics, weights the engine says it used.
+    divergences: exact and sampled statistics of (policy, rollout), detached.
+    usable: rows whose log-probs allow a judgement at all.
+    valid, reward, engine: as in `Rollout`.
+  """
+
+  logp: Float[Array, 'B T']
+  rollout_logp: Float[Array, 'B T']
+  recomputed_logp: Float[Array, 'B T']
+  version_logp: Float[Array, 'B T']
+  divergences: Divergences
+  usable: Bool[Array, 'B']
+  valid: Bool[Array, 'B T']
+  reward: Float[Array, 'B']
+  engine: Int[Array, 'B']
+
+
+def keep(
+  method: Method,
+  scored: Scored,
+  *,
+  limit: Float[Array, ''],
+  key: Key[Array, ''],
+  axis_name: str | None = None,
+) -> Bool[Array, 'B']:
+  """Rows inside the method's trust region. `limit` is the followed max_kl limit."""
+  limits = method.limits
+  if method.accept is not None:
+    limits['max_kl'] = limit
+  inside = trust_region.all_of(
+    *(functools.partial(getattr(trust_region, name), limit=value) for name, value in limits.items())
+  )(scored.divergences, scored.valid)
+  if method.random_mask:
+    inside = trust_region.permuted(inside, key, axis_name=axis_name)
+  return inside & scored.usable
+
+
+def per_token(
+  method: Method, scored: Scored, advantages: Float[Array, 'B']
+) -> Float[Array, 'B T']:
+  """The method's objective per token, to be maximised; gradient to `scored.logp`."""
+  anchor = {
+    'rollout': scored.rollout_logp,
+    'recomputed': scored.recomputed_logp,
+    'version': scored.version_logp,
+  }[method.anchor]
+  clip = dict(clip_low=method.clip_low, clip_high=method.clip_high)
+  if method.surrogate == 'ratio':
+    value = surrogates.ratio_pg(scored.logp, anchor, advantages, scored.valid)
+  elif method.surrogate == 'clip':
+    value = surrogates.ppo_clip(scored.logp, anchor, advantages, scored.valid, **clip)
+  else:
+    value = surrogates.decoupled(
+      scored.logp,
+      anchor,
+      scored.rollout_logp,
+      advantages,
+      scored.valid,
+      max_ratio=method.max_ratio,
+      **clip,
+    )
+  if method.weight == 'tis':
+    gap = anchor - scored.rollout_logp
+    value = value * importance.truncated(gap, scored.valid, max_ratio=method.max_ratio)
+  return value
+
+
+def objective(
+  method: Method,
+  scored: Scored,
+  *,
+  samples: int,
+  limit: Float[Array, ''],
+  key: Key[Array, ''],
+  axis_name: str | None = None,
+) -> tuple[Mean, Bool[Array, 'B'], Float[Array, 'B']]:
+  """(surrogate as local total and count, rows kept, advantages). Gradient to `scored.logp`.
+
+  Rows are this device's; groups of `samples` rows are whole. The mean is not yet summed over
+  `axis_name`.
+  """
+  kept = keep(method, scored, limit=limit, key=key, axis_name=axis_name)
+  advantages = getattr(adv, method.advantage)(
+    scored.reward, kept, group_size=samples, pool=method.baseline_pool
+  )
+  mean = surrogates.aggregate(
+    per_token(method, scored, advantages),
+    scored.valid,
+    kept,
+    reduce_tokens=method.reduce_tokens,
+    normalize_by=method.normalize_by,
+    constant=scored.valid.shape[-1],
+  )
+  return mean, kept, advantages
+
+
+def penalty(
+  method: Method,
+  kl: Float[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  kept: Bool[Array, 'B'],
+) -> Mean:
+  """KL(policy || reference) as local total and count, over all rows or the kept ones."""
+  rows = kept if method.kl_scope == 'kept' else jnp.ones_like(kept)
+  by = method.normalize_by if method.kl_scope == 'kept' else 'total'
+  return surrogates.aggregate(
+    kl,
+    valid,
+    rows,
+    reduce_tokens=method.reduce_tokens,
+    normalize_by=by,
+    constant=valid.shape[-1],
+  )

@@ -1,0 +1,373 @@
+"""From a rollout to new parameters: forward, judge, differentiate, step.
+
+    micro-batch -> logits -> (surrogate, penalty) totals -> gradients   summed over micro-batches
+    minibatch   -> gradient / global count -> optax -> parameters       repeated over epochs
+
+Totals and counts are divided once a minibatch, globally, so neither the micro-batch split nor the
+number of devices changes anything but float32 rounding. The vocabulary statistics, the mask and the
+loss run inside one `shard_map` block; differentiation is outside it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import P
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from trm_jax import attention as attn
+from trm_jax import divergences, importance, metrics, policy, sampling, sharding, trust_region
+from trm_jax import method as mt
+from trm_jax.sharding import DATA, MODEL
+from trm_jax.types import Mean, Rollout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """Traced choice among the methods of one compiled program, and the strength of the mismatch."""
+
+  method: Int[Array, ''] | int = 0
+  strength: Float[Array, ''] | float = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """All that a run carries from step to step; a checkpoint is this and the data cursor.
+
+  Attributes:
+    step: RL steps done.
+    params, opt_state: the policy and its optimizer.
+    key: base key of the run; step k draws from fold_in(key, k).
+    limit: the max-KL limit where it follows past batches.
+    first: parameters of RL step 0, where a stuck engine or a KL penalty needs them.
+    history: past parameters, newest first, where a stale engine needs them.
+  """
+
+  step: Int[Array, '']
+  params: policy.Params
+  opt_state: Any
+  key: Key[Array, '']
+  limit: Float[Array, '']
+  first: policy.Params | None
+  history: policy.Params | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """A rollout with the trainer's own log-probs; None where they are the current policy's."""
+
+  rollout: Rollout
+  recomputed_logp: Float[Array, 'B T'] | None
+  version_logp: Float[Array, 'B T'] | None
+  reference_logits: Float[Array, 'B T V'] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What one optimizer step saw; rows as in the minibatch."""
+
+  scored: mt.Scored
+  keep: Bool[Array, 'B']
+  missing: Bool[Array, 'B T']
+  route_flips: Float[Array, ''] | None
+  loss: Float[Array, '']
+  grad_norm: Float[Array, '']
+  finite: Bool[Array, '']
+  accepted: Bool[Array, '']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """Static settings of the update; functions and sizes, no arrays."""
+
+  methods: tuple[mt.Method, ...]
+  policy: policy.PolicyConfig
+  samples: int
+  temperature: float
+  attention: attn.Attention
+  epochs: int = 1
+  minibatches: int = 1
+  microbatches: int = 1
+
+
+def split(tree, parts: int, group: int):
+  """Leaves [B, ...] -> [parts, B / parts, ...], groups of `group` rows whole, rows kept local.
+
+  Part i takes every parts-th group, so that each device's rows stay on it.
+  """
+
+  def one(x):
+    x = x.reshape(-1, parts, group, *x.shape[1:])
+    x = jnp.moveaxis(x, 1, 0)
+    return x.reshape(parts, -1, *x.shape[3:])
+
+  return jax.tree.map(one, tree)
+
+
+def _each(body, carry, xs, count: int):
+  """lax.scan, without the loop where there is a single pass (its results stay stacked)."""
+  if count > 1:
+    return jax.lax.scan(body, carry, xs)
+  carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+  return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def judge(
+  logits: Float[Array, 'B T V'],
+  batch: Batch,
+  limit: Float[Array, ''],
+  key: Key[Array, ''],
+  chosen: Int[Array, ''],
+  *,
+  settings: Settings,
+  vocab_axis: str | None = None,
+  data_axis: str | None = None,
+) -> tuple[tuple[Mean, Mean], mt.Scored, Bool[Array, 'B'], Bool[Array, 'B T']]:
+  """((surrogate, penalty) over all devices, scored rows, keep, missing) from a block of logits.
+
+  Rows are this device's (of `data_axis`), V its part of the vocabulary (of `vocab_axis`). Gradients
+  flow from the two means into `logits`, never through a mask or a divergence of the criterion.
+  """
+  rollout = batch.rollout
+  found, logp = divergences.statistics(
+    logits,
+    rollout.logits,
+    rollout.tokens,
+    rollout.logp,
+    temperature=settings.temperature,
+    axis_name=vocab_axis,
+  )
+  found = jax.lax.stop_gradient(found)
+  reference_kl = None
+  if batch.reference_logits is not None:
+    # KL(policy || reference): the exact penalty, so the policy stands where the rollout did.
+    reference_kl = divergences.kl(
+      batch.reference_logits, logits, temperature=settings.temperature, axis_name=vocab_axis
+    )
+  detached = jax.lax.stop_gradient(logp)
+  recomputed = detached if batch.recomputed_logp is None else batch.recomputed_logp
+  version = recomputed if batch.version_logp is None else batch.version_logp
+
+  def arm(method: mt.Method):
+    rollout_logp, usable = importance.resolve_missing(
+      rollout.logp, logp, rollout.valid, missing=method.missing
+    )
+    statistics = found
+    if method.missing == 'neutral':
+      statistics = dataclasses.replace(found, log_ratio=detached - rollout_logp)
+    scored = mt.Scored(
+      logp=logp,
+      rollout_logp=rollout_logp,
+      recomputed_logp=recomputed,
+      version_logp=version,
+      divergences=statistics,
+      usable=usable,
+      valid=rollout.valid,
+      reward=rollout.reward,
+      engine=rollout.engine,
+    )
+    surrogate, kept, _ = mt.objective(
+      method, scored, samples=settings.samples, limit=limit, key=key, axis_name=data_axis
+    )
+    penalty = Mean(jnp.zeros_like(surrogate.total), surrogate.count)
+    if reference_kl is not None:
+      penalty = mt.penalty(method, reference_kl, rollout.valid, kept)
+    return (surrogate, penalty), jax.lax.stop_gradient(scored), kept
+
+  arms = [functools.partial(arm, m) for m in settings.methods]
+  terms, scored, kept = arms[0]() if len(arms) == 1 else jax.lax.switch(chosen, arms)
+  return (
+    tuple(mean.over(data_axis) for mean in terms),
+    scored,
+    kept,
+    jnp.isnan(rollout.logp),
+  )
+
+
+def _judge_over_mesh(settings: Settings):
+  if not sharding.active():
+    return functools.partial(judge, settings=settings)
+  body = functools.partial(judge, settings=settings, vocab_axis=MODEL, data_axis=DATA)
+  rows, scores = P(DATA), P(DATA, None, MODEL)
+
+  def over_mesh(logits, batch, limit, key, chosen):
+    replace = dataclasses.replace
+    split_vocabulary = sharding.reshard(batch.rollout.logits, DATA, None, MODEL)
+    batch = replace(batch, rollout=replace(batch.rollout, logits=split_vocabulary))
+    specs = jax.tree.map(lambda _: rows, batch)
+    specs = replace(specs, rollout=replace(specs.rollout, logits=scores))
+    if batch.reference_logits is not None:
+      specs = replace(specs, reference_logits=scores)
+    return sharding.over_mesh(
+      body, in_specs=(scores, specs, P(), P(), P()), out_specs=((P(), P()), rows, rows, rows)
+    )(logits, batch, limit, key, chosen)
+
+  return over_mesh
+
+
+def gradients(
+  params: policy.Params,
+  batch: Batch,
+  *,
+  limit: Float[Array, ''],
+  key: Key[Array, ''],
+  chosen: Int[Array, ''] | int = 0,
+  settings: Settings,
+) -> tuple[Float[Array, ''], policy.Params, Report]:
+  """(loss to be minimised, its gradient, report) of one minibatch, over its micro-batches.
+
+      loss = - surrogate total / count + coefficient * penalty total / count
+
+  Each of the two terms keeps its own gradient until the counts of all micro-batches are known.
+  """
+  coefficient = settings.methods[0].kl_coefficient
+  over_mesh = _judge_over_mesh(settings)
+  chosen = jnp.asarray(chosen, jnp.int32)
+
+  def terms(params, micro, micro_key):
+    hidden, aux = sampling.score(
+      params, settings.policy, micro.rollout, attention=settings.attention
+    )
+    logits = policy.logits(params, hidden)
+    means, scored, kept, missing = over_mesh(logits, micro, limit, micro_key, chosen)
+    return tuple(m.total for m in means), (means, scored, kept, missing, aux.routes)
+
+  def body(carry, xs):
+    grads, means = carry
+    micro, index = xs
+    totals, pull, aux = jax.vjp(
+      lambda p: terms(p, micro, jax.random.fold_in(key, index)), params, has_aux=True
+    )
+    wanted = 2 if coefficient else 1
+    one, zero = jnp.ones_like(totals[0]), jnp.zeros_like(totals[0])
+    new = [pull((one, zero))[0], pull((zero, one))[0] if wanted == 2 else None][:wanted]
+    grads = jax.tree.map(jnp.add, grads, new)
+    means = jax.tree.map(jnp.add, means, aux[0])
+    return (grads, means), aux[1:]
+
+  zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2 if coefficient else 1)]
+  empty = Mean(jnp.float32(0), jnp.float32(0))
+  micro = split(batch, settings.microbatches, settings.samples)
+  (grads, means), rows = _each(
+    body,
+    (zeros, (empty, empty)),
+    (micro, jnp.arange(settings.microbatches)),
+    settings.microbatches,
+  )
+  surrogate, penalty = means
+  loss = -surrogate.value + coefficient * penalty.value
+  scale = [-Mean(jnp.float32(1), m.count).value for m in means]
+  scale[1] = -coefficient * scale[1]
+  gradient = jax.tree.map(lambda *g: sum(s * x for s, x in zip(scale, g, strict=False)), *grads)
+
+  scored, kept, missing, routes = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+  rollout = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), micro.rollout)
+  norm = optax.global_norm(gradient)
+  finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  if any(m.missing == 'error' for m in settings.methods):
+    finite = finite & ~(missing & scored.valid).any()
+  report = Report(
+    scored=scored,
+    keep=kept,
+    missing=missing,
+    route_flips=_route_flips(rollout, routes),
+    loss=loss,
+    grad_norm=norm,
+    finite=finite,
+    accepted=kept.sum() > 0,
+  )
+  return loss, gradient, report
+
+
+def _route_flips(rollout: Rollout, routes):
+  """Share of (token, layer) pairs that the trainer sends to other experts than the engine did."""
+  if routes is None:
+    return None
+  width, lengths = rollout.prompts.shape[1], rollout.valid.sum(-1)
+  slots = jnp.arange(routes.shape[1])[None]
+  fed = (slots >= rollout.start[:, None]) & (slots < width - 1 + lengths[:, None])
+  differs = (jnp.sort(routes, -1) != jnp.sort(rollout.routes, -1)).any(-1)
+  hits = jnp.where(fed[..., None], differs, False)
+  return hits.sum() / jnp.maximum(fed.sum() * routes.shape[2], 1)
+
+
+def apply_gradient(state: TrainState, gradient, report: Report, optimizer) -> TrainState:
+  """One optimizer step; parameters and optimizer stay as they are if the gradient is not finite or
+  no row was accepted (momentum alone must not move a policy that no sample supports)."""
+  updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
+  good = report.finite & report.accepted
+  hold = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+  return dataclasses.replace(
+    state, params=hold(params, state.params), opt_state=hold(opt_state, state.opt_state)
+  )
+
+
+def update(
+  state: TrainState, batch: Batch, key: Key[Array, ''], arm: Arm, *, optimizer, settings: Settings
+) -> tuple[TrainState, Report]:
+  """All optimizer steps of one rollout: epochs x minibatches; reports stacked on a leading axis.
+
+  The mask is judged afresh at every step, since the policy moves while the rollout stays.
+  """
+
+  def minibatch(state, xs):
+    mini, index = xs
+    _, gradient, report = gradients(
+      state.params,
+      mini,
+      limit=state.limit,
+      key=jax.random.fold_in(key, index),
+      chosen=arm.method,
+      settings=settings,
+    )
+    return apply_gradient(state, gradient, report, optimizer), report
+
+  minis = split(batch, settings.minibatches, settings.samples)
+
+  def epoch(state, number):
+    index = number * settings.minibatches + jnp.arange(settings.minibatches)
+    return _each(minibatch, state, (minis, index), settings.minibatches)
+
+  state, reports = _each(epoch, state, jnp.arange(settings.epochs), settings.epochs)
+  return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), reports)
+
+
+def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Settings) -> TrainState:
+  """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
+  first = jax.tree.map(lambda x: sharding.reshard(x[0]), reports.scored)
+  largest = trust_region.max_over_tokens(first.divergences.kl, first.valid)
+
+  def one(method):
+    if method.accept is None:
+      return lambda: state.limit
+    return lambda: trust_region.follow(state.limit, largest, target=method.accept)
+
+  branches = [one(m) for m in settings.methods]
+  limit = branches[0]() if len(branches) == 1 else jax.lax.switch(arm.method, branches)
+  return dataclasses.replace(state, limit=limit)
+
+
+def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
+  """(scalars of the step, rows with a non-finite log-prob or loss) from stacked reports."""
+  flat = lambda x: sharding.reshard(x.reshape(-1, *x.shape[2:]))
+  scored, keep, missing = (
+    jax.tree.map(flat, t) for t in (reports.scored, reports.keep, reports.missing)
+  )
+  scalars = metrics.summarise(scored, keep, missing)
+  scalars |= {
+    'loss': reports.loss.mean(),
+    'grad_norm': reports.grad_norm.mean(),
+    'skipped_updates': (~reports.accepted).sum().astype(jnp.float32),
+  }
+  if reports.route_flips is not None:
+    scalars['route_flips'] = reports.route_flips.mean()
+  bad = ~jnp.isfinite(jnp.where(scored.valid & keep[:, None], scored.logp, 0)).all(-1)
+  return scalars, bad
