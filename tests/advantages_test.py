@@ -105,7 +105,7 @@ def test_leave_one_out_is_centred_times_g_over_g_minus_one():
 @BATTERY
 @BY_POOL
 @hypothesis.given(
-  reward=st.floats(-1e4, 1e4, width=32), size=st.integers(2, 17), share=st.floats(0, 1)
+  reward=st.floats(-1e4, 1e4, width=32), size=st.sampled_from([2, 3, 7, 16]), share=st.floats(0, 1)
 )
 def test_equal_rewards_are_exactly_zero(fn, pool, reward, size, share):
   # A mean of equal numbers is off by a rounding error, which epsilon = 1e-6 would make .1.

@@ -217,10 +217,10 @@ def test_an_unfinished_checkpoint_is_ignored(saved):
   os.rename(saved / 'checkpoints' / '4', saved / 'checkpoints' / '4.orbax-checkpoint-tmp')
   with recording.open_run(saved, CONFIG, resume=True) as run:
     assert run.restore(abstract(state_of(0)))[0] == 2
-    run.save(4, state_of(4), {'cursor': 4})
-  assert sorted(os.listdir(saved / 'checkpoints')) == ['2', '4']
+    run.save(5, state_of(5), {'cursor': 5})
+  assert sorted(os.listdir(saved / 'checkpoints')) == ['2', '5']
   with recording.open_run(saved, CONFIG, resume=True) as run:
-    assert run.restore(abstract(state_of(0)))[0] == 4
+    assert run.restore(abstract(state_of(0)))[0] == 5
 
 
 def test_all_damaged_is_an_error_with_every_cause(saved):
@@ -350,6 +350,20 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path, resume):
   with pytest.raises(types.InputError, match=r'holds other files \(thesis\.tex\)'):
     recording.open_run(tmp_path, CONFIG, resume=resume)
   assert os.listdir(tmp_path) == ['thesis.tex']
+
+
+def test_what_a_killed_start_left_is_no_obstacle(tmp_path):
+  (tmp_path / '.config.json.123.tmp').write_text('{"conf')
+  recording.open_run(tmp_path, CONFIG).close()
+  assert (tmp_path / 'config.json').exists()
+
+
+def test_every_kind_of_leaf_has_a_digest():
+  for leaf, other in zip(*(jax.tree.leaves(state_of(seed)) for seed in (0, 1)), strict=True):
+    shape, dtype, digest = recording._record(leaf)
+    assert len(digest) == 32
+    if jnp.issubdtype(getattr(leaf, 'dtype', int), jax.dtypes.prng_key):
+      assert (shape, dtype) == ([], 'key<fry>') and digest != recording._record(other)[2]
 
 
 def test_paths_that_cannot_hold_a_run_are_refused(tmp_path, monkeypatch):

@@ -3,9 +3,10 @@
     rollout = generate(params, config, prompts, start, key, samples=G, length=T, ...)
     hidden, aux = score(params, config, rollout)
 
-`generate` runs one engine: its parameters, its hooks. Every token draws from a key of its own
-(prompt, sample, slot), so a row's tokens do not depend on where in the batch it sits, and router
-noise can be replayed exactly. Decode and the full forward pass agree to float32 noise; `replay`
+`generate` runs one engine: its parameters, its hooks. Every token draws from a key of its own (the
+prompt's number in the batch, the sample's number, the slot), so a row's tokens do not depend on how
+many prompts and samples are beside it, on what they hold or on the device layout, and router noise
+can be replayed exactly. Decode and the full forward pass agree to float32 noise; `replay`
 re-scores a rollout through the full pass, where the zero-mismatch twin must be bitwise.
 """
 
@@ -39,7 +40,7 @@ def _counter(shape, axis):
 def row_keys(
   key: Key[Array, ''], prompts: int, samples: int, first_sample: int = 0
 ) -> tuple[Key[Array, 'p'], Key[Array, 'p G']]:
-  """One key for each prompt, and one for each of its samples."""
+  """One key for each prompt (its number in the batch), and one for each of its samples."""
   per_prompt = _fold(jnp.broadcast_to(key, (prompts,)), jnp.arange(prompts))
   per_prompt = sharding.reshard(per_prompt, DATA)
   shape = (prompts, samples)
@@ -66,12 +67,14 @@ def _draw(keys, scores, temperature, greedy):
   """One token a row by inverting the cumulative distribution: one uniform, not V of them."""
   if greedy:
     return scores.argmax(-1)
-  cumulative = jnp.cumsum(jax.nn.softmax(scores / temperature), -1)
-  total = cumulative[:, -1]
+  p = jax.nn.softmax(scores / temperature)
+  # Rounded sums need not be monotone: only tokens that have mass may be hit or set the total.
+  cumulative = jnp.where(p > 0, jnp.cumsum(p, -1), 0)
+  total = cumulative.max(-1)
   uniform = jax.vmap(jax.random.uniform)(keys)
-  # Strictly below the total, so that the first entry above it exists and has mass.
+  # Strictly below the total, so that some entry lies above it.
   point = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
-  return (cumulative <= point[:, None]).sum(-1)
+  return (cumulative > point[:, None]).argmax(-1)
 
 
 def generate(
@@ -98,10 +101,14 @@ def generate(
   row cut off at `length` has none. `store` chooses what is kept of the distribution: full logits
   [B,T,V], hidden states [B,T,D], or only the sampled log-probs. `first_sample` offsets the random
   streams, so that several engines can share a prompt. Slots after EOS hold PAD, 0 and False.
-  Raises InputError for temperature <= 0. Rewards are 0 and versions 0 until somebody sets them.
+  Rewards are 0 and versions 0 until somebody sets them. Raises InputError for temperature <= 0,
+  samples < 1 or length < 1.
   """
   if not greedy and not temperature > 0:
     raise InputError(f'temperature={temperature} must be > 0; for argmax decoding pass greedy=True.')
+  for name, value in (('samples', samples), ('length', length)):
+    if value < 1:
+      raise InputError(f'{name}={value} must be at least 1.')
   prompts, start = sharding.reshard((prompts, start), DATA)
   count, width = prompts.shape
   rows, total = count * samples, width + length

@@ -90,7 +90,7 @@ def aggregate(
   *,
   reduce_tokens: ReduceTokens = 'sum',
   normalize_by: NormalizeBy = 'total',
-  constant: float | None = None,
+  constant: int | float | None = None,
   axis_name: str | None = None,
 ) -> Mean:
   """Per-token values -> one mean over sequences, still undivided.

@@ -102,14 +102,19 @@ def generate(
 
   `first` are the weights of RL step 0 (needed by a stuck engine), `history` past versions (needed
   by a stale one), `version` the current optimizer step. `strength` 0 turns every mismatch off
-  without recompiling; with no mismatch configured nothing of it is traced.
+  without recompiling; with no mismatch configured nothing of it is traced. `engine` of a row is 1
+  for the broken engine, even where it produces all samples. Raises InputError where the fleet needs
+  weights or samples that were not given.
   """
+  healthy = samples - fleet.broken_samples
+  shares = fleet.shares(samples)
+  held = [
+    st.weights(engine.staleness, params, first=first, history=history, strength=strength)
+    for engine, _ in shares
+  ]
   parts = []
   done = 0
-  for index, (engine, count) in enumerate(fleet.shares(samples)):
-    weights = st.weights(
-      engine.staleness, params, first=first, history=history, strength=strength
-    )
+  for (engine, count), weights in zip(shares, held, strict=True):
     weights = pr.round_weights(weights, engine.precision, strength)
     shared = dict(
       samples=count,
@@ -125,7 +130,7 @@ def generate(
       part = sampling.replay(weights, config, part, key, **shared)
     reported = st.reported_version(engine.staleness, version, strength)
     parts.append(
-      dataclasses.replace(part, version=part.version + reported, engine=part.engine + index)
+      dataclasses.replace(part, version=part.version + reported, engine=part.engine + (done >= healthy))
     )
     done += count
   return side_by_side(parts, prompts.shape[0])

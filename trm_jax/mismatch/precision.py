@@ -5,6 +5,7 @@ overflow into NaN otherwise). The gradient passes straight through.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,24 @@ class Precision:
         raise InputError(f'precision.{name}={value!r} is not one of {", ".join(FORMATS)}.')
 
 
-def round_to(x: Float[Array, '*s'], dtype: str) -> Float[Array, '*s']:
-  """x rounded to `dtype` and back, |x| clipped to its largest finite value; gradient 1."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cast(x, dtype):
   top = float(jnp.finfo(dtype).max)
-  rounded = jnp.clip(x, -top, top).astype(dtype).astype(x.dtype)
-  return x + jax.lax.stop_gradient(rounded - x)
+  # Clipped in float32: in x's own format the bound itself might round up and overflow.
+  return jnp.clip(x.astype(jnp.float32), -top, top).astype(dtype).astype(x.dtype)
+
+
+@_cast.defjvp
+def _straight_through(dtype, primals, tangents):
+  return _cast(*primals, dtype), tangents[0]
+
+
+def round_to(x: Float[Array, '*s'], dtype: str) -> Float[Array, '*s']:
+  """x rounded to `dtype` and back, |x| clipped to its largest finite value; NaN stays NaN.
+
+  The result has x's dtype. Its gradient is 1 everywhere, beyond the range too.
+  """
+  return _cast(x, dtype)
 
 
 def round_weights(params: policy.Params, precision: Precision, strength=1.0) -> policy.Params:

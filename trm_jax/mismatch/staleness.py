@@ -57,11 +57,20 @@ def weights(
 ) -> policy.Params:
   """The engine's weights: current, `first` (RL step 0) if stuck, or those of `steps` ago.
 
-  Where strength is 0 the engine is healthy. `history[k-1]` are the weights k versions ago.
+  Where strength is 0 the engine is healthy. `history[k-1]` are the weights k versions ago. Raises
+  InputError where the weights asked for were not given.
   """
   if staleness.stuck:
+    if first is None:
+      raise InputError('first=None, but a stuck engine needs the weights of RL step 0.')
     old = first
   elif staleness.steps:
+    held = 0 if history is None else len(jax.tree.leaves(history)[0])
+    if held < staleness.steps:
+      raise InputError(
+        f'history holds {held} versions, fewer than staleness.steps={staleness.steps}; start it'
+        ' with start_history(params, steps).'
+      )
     old = jax.tree.map(lambda h: h[staleness.steps - 1], history)
   else:
     return current

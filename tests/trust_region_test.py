@@ -1,0 +1,407 @@
+"""trm_jax.trust_region: criteria, their composition, the random control and the moving limit."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax import P
+
+from trm_jax import sharding
+from trm_jax import trust_region as tr
+from trm_jax.types import Divergences, InputError
+
+MESHES = [(4, 2), (1, 8), (8, 1)]
+SEEDS = st.integers(0, 2**20)
+B, T = 16, 6
+
+# Criterion, the field it reads, its statistic per row in float64.
+CRITERIA = [
+  (tr.max_kl, 'kl', lambda x, v: oracles.max_over_tokens(x, v)),
+  (tr.mean_kl, 'kl', lambda x, v: oracles.mean_over_tokens(x, v)),
+  (tr.max_tv, 'tv', lambda x, v: oracles.max_over_tokens(x, v)),
+  (tr.max_k2, 'log_ratio', lambda x, v: oracles.max_over_tokens(oracles.k2(x), v)),
+  (tr.mean_k3, 'log_ratio', lambda x, v: oracles.mean_over_tokens(oracles.k3(x), v)),
+]
+BATTERY = pytest.mark.parametrize('criterion, field, statistic', CRITERIA)
+
+
+def case(seed=0):
+  """Statistics of widely differing rows, valid prefixes of every length, the last row empty."""
+  keys = jax.random.split(jax.random.key(seed), 4)
+  spread = jnp.exp(2 * jax.random.normal(keys[0], (B, 1)))
+  kl = 0.01 * spread * jax.random.exponential(keys[1], (B, T))
+  sign = jnp.sign(jax.random.normal(keys[2], (B, T)))
+  lengths = jax.random.randint(keys[3], (B, 1), 1, T + 1).at[-1].set(0)
+  found = Divergences(kl=kl, tv=jnp.sqrt(kl / 2), log_ratio=sign * jnp.sqrt(2 * kl), entropy=kl)
+  return found, jnp.arange(T)[None] < lengths
+
+
+def put(divergences, field, value):
+  """All fields zero but one."""
+  zero = jax.tree.map(jnp.zeros_like, divergences)
+  return Divergences(**{**vars(zero), field: value})
+
+
+def sampled(*ratios):
+  log_ratio = jnp.log(jnp.array([ratios], jnp.float32))
+  zero = jnp.zeros_like(log_ratio)
+  return Divergences(zero, zero, log_ratio, zero), jnp.ones(log_ratio.shape, bool)
+
+
+# Single criteria.
+
+
+@BATTERY
+@hypothesis.given(seed=SEEDS, quantile=st.floats(0.05, 0.95))
+def test_matches_the_oracle(criterion, field, statistic, seed, quantile):
+  d, valid = case(seed)
+  want = statistic(getattr(d, field), np.asarray(valid))
+  # Between two values, so that rounding of the statistic decides nothing.
+  limit = float(np.quantile(want, quantile)) * 1.0001 + 1e-9
+  hypothesis.assume(np.abs(want / limit - 1).min() > 1e-5)
+  got = criterion(put(d, field, getattr(d, field)), valid, limit=limit)
+  np.testing.assert_array_equal(got, want <= limit)
+
+
+@BATTERY
+def test_keeps_all_none_or_exactly_the_violating_row(criterion, field, statistic):
+  d, _ = case()
+  valid = jnp.ones((B, T), bool)
+  # One token of row 5 is 1 in the field: statistics 1, 1/6, 1, 1/2 and (e - 2)/6.
+  x = jnp.full((B, T), 0.01).at[5, 3].set(1.0)
+  d = put(d, field, x)
+  row = jnp.arange(B) == 5
+  np.testing.assert_array_equal(criterion(d, valid, limit=0.1), ~row)
+  np.testing.assert_array_equal(criterion(d, valid, limit=2.0), True)
+  np.testing.assert_array_equal(criterion(d, valid, limit=1e-6), False)
+
+
+@BATTERY
+def test_the_limit_itself_is_inside(criterion, field, statistic):
+  # log_ratio = 1/2 gives k2 = 1/8 exactly; a mean over a power of two tokens is exact.
+  d = put(case()[0], field, jnp.full((B, T), 0.5))
+  valid = jnp.arange(T)[None] < jnp.full((B, 1), 4)
+  value = {'kl': 0.5, 'tv': 0.5, 'log_ratio': 0.125}[field]
+  if criterion is tr.mean_k3:
+    value = float(np.float32(np.exp(0.5) - 1.5))
+    assert criterion(d, valid, limit=value + 1e-7).all()
+  else:
+    assert criterion(d, valid, limit=value).all()
+  assert not criterion(d, valid, limit=value - 1e-6).any()
+
+
+@BATTERY
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
+def test_broken_numbers_reject_their_row_at_any_limit(criterion, field, statistic, bad):
+  d, valid = case()
+  x = getattr(d, field).at[3, 0].set(bad)
+  for limit in (1e9, math.inf):
+    got = criterion(put(d, field, x), valid, limit=limit)
+    np.testing.assert_array_equal(got, jnp.arange(B) != 3)
+
+
+@pytest.mark.parametrize('criterion', [tr.max_k2, tr.mean_k3])
+@pytest.mark.parametrize('bad', [-jnp.inf, 1e4, -1e4])
+def test_violent_ratios_reject(criterion, bad):
+  d, valid = case()
+  got = criterion(put(d, 'log_ratio', jnp.zeros((B, T)).at[3, 0].set(bad)), valid, limit=100.0)
+  np.testing.assert_array_equal(got, jnp.arange(B) != 3)
+
+
+@BATTERY
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf, -jnp.inf, 1e30, -1e30])
+def test_padding_never_matters(criterion, field, statistic, bad):
+  d, valid = case()
+  dirty = jax.tree.map(lambda x: jnp.where(valid, x, bad), d)
+  for limit in (0.01, 0.1):
+    want = criterion(d, valid, limit=limit)
+    np.testing.assert_array_equal(criterion(dirty, valid, limit=limit), want)
+    assert want[-1] and 0 < want.sum() < B  # the empty row has nothing to reject
+
+
+def test_mean_divides_by_the_true_length():
+  # One token at .4 among 2 valid ones of 6 slots: mean .2; .4/6 = .067 would pass.
+  d = put(case()[0], 'kl', jnp.zeros((B, T)).at[:, 0].set(0.4))
+  valid = jnp.arange(T)[None] < jnp.full((B, 1), 2)
+  assert not tr.mean_kl(d, valid, limit=0.19).any() and tr.mean_kl(d, valid, limit=0.21).all()
+  np.testing.assert_allclose(tr.mean_over_tokens(d.kl, valid), 0.2, rtol=1e-6)
+
+
+@hypothesis.given(seed=SEEDS)
+def test_reductions_match_the_oracle(seed):
+  d, valid = case(seed)
+  for got, want in [
+    (tr.max_over_tokens, oracles.max_over_tokens),
+    (tr.mean_over_tokens, oracles.mean_over_tokens),
+  ]:
+    x = d.log_ratio
+    np.testing.assert_allclose(got(x, valid), want(x, np.asarray(valid)), rtol=1e-5, atol=1e-7)
+  assert jnp.isnan(tr.max_over_tokens(d.kl.at[0, 0].set(jnp.nan), valid)[0])
+
+
+def test_hand_computed_sample_statistics():
+  # rho = [1.1, .9, 1, 1.3, .5]: max k2 = (ln .5)^2 / 2 = .240227, mean k3 = .0481667.
+  d, valid = sampled(1.1, 0.9, 1, 1.3, 0.5)
+  assert tr.max_k2(d, valid, limit=0.24023) and not tr.max_k2(d, valid, limit=0.24022)
+  assert tr.mean_k3(d, valid, limit=0.048168) and not tr.mean_k3(d, valid, limit=0.048165)
+
+
+@pytest.mark.parametrize(
+  'limit, low, high', [(0.05, 0.729, 1.372), (0.1, 0.639, 1.564), (1e-4, 0.986, 1.0142)]
+)
+def test_max_k2_is_a_band_of_ratios(limit, low, high):
+  # |ln r| <= sqrt(2 limit)
+  for ratio in (low * 1.001, high * 0.999):
+    assert tr.max_k2(*sampled(ratio), limit=limit)
+  for ratio in (low * 0.999, high * 1.001):
+    assert not tr.max_k2(*sampled(ratio), limit=limit)
+
+
+def test_sampled_criteria_err_on_both_sides():
+  # rollout 1e-6, policy 1e-4: KL 9.4e-5 is inside .05 but the sampled token's k2 is 10.6.
+  # rollout (.02, .98), policy (1e-6, 1 - 1e-6): KL .178 violates, k2 of the 98 % token is 2e-4.
+  one = lambda x: jnp.full((1, 1), x, jnp.float32)
+  inside = Divergences(one(9.4e-5), one(0), one(math.log(100)), one(0))
+  outside = Divergences(one(0.178), one(0), one(math.log((1 - 1e-6) / 0.98)), one(0))
+  valid = jnp.ones((1, 1), bool)
+  assert tr.max_kl(inside, valid, limit=0.05) and not tr.max_k2(inside, valid, limit=0.05)
+  assert not tr.max_kl(outside, valid, limit=0.05) and tr.max_k2(outside, valid, limit=0.05)
+
+
+@BATTERY
+@pytest.mark.parametrize('limit', [0, 0.0, -0.1, -1, math.nan])
+def test_limits_that_accept_nothing_are_refused(criterion, field, statistic, limit):
+  with pytest.raises(InputError, match=f'limit={limit} must be > 0'):
+    criterion(*case(), limit=limit)
+
+
+# Composition.
+
+
+def all_criteria():
+  return [functools.partial(c, limit=limit) for c, limit in zip(
+    [c for c, _, _ in CRITERIA], [0.05, 0.02, 0.15, 0.03, 0.01], strict=True
+  )]  # fmt: skip
+
+
+@hypothesis.given(seed=SEEDS, order=st.permutations(range(5)))
+def test_intersection_commutes_and_is_idempotent(seed, order):
+  d, valid = case(seed)
+  parts = all_criteria()
+  want = np.logical_and.reduce([p(d, valid) for p in parts])
+  np.testing.assert_array_equal(tr.all_of(*(parts[i] for i in order))(d, valid), want)
+  nested = tr.all_of(tr.all_of(*parts[:2]), tr.all_of(*parts[1:]), tr.keep_all)
+  np.testing.assert_array_equal(nested(d, valid), want)
+
+
+def test_no_criterion_keeps_every_row():
+  d, valid = case()
+  broken = jax.tree.map(lambda x: x * jnp.nan, d)
+  for keep in (tr.all_of()(broken, valid), tr.keep_all(broken, valid)):
+    np.testing.assert_array_equal(keep, jnp.ones(B, bool))
+
+
+@hypothesis.given(seed=SEEDS)
+def test_combined_is_max_and_mean(seed):
+  d, valid = case(seed)
+  want = tr.max_kl(d, valid, limit=0.1) & tr.mean_kl(d, valid, limit=0.02)
+  got = tr.combined(d, valid, max_limit=0.1, mean_limit=0.02)
+  np.testing.assert_array_equal(got, want)
+
+
+def test_combined_uses_each_limit_for_its_own_statistic():
+  d, valid = case()
+  peak = put(d, 'kl', jnp.zeros((B, T)).at[0, 0].set(0.5).at[1].set(0.05))
+  valid = jnp.ones_like(valid)
+  # Row 0: max .5, mean .083; row 1: max .05, mean .05.
+  got = tr.combined(peak, valid, max_limit=0.4, mean_limit=0.1)
+  np.testing.assert_array_equal(got[:3], [False, True, True])
+  got = tr.combined(peak, valid, max_limit=0.6, mean_limit=0.06)
+  np.testing.assert_array_equal(got[:3], [False, True, True])
+  assert tr.combined(peak, valid, max_limit=0.6, mean_limit=0.1).all()
+
+
+@BATTERY
+def test_longer_rows_and_smaller_limits_accept_less(criterion, field, statistic):
+  d, valid = case()
+  kept = [criterion(d, valid, limit=limit) for limit in (1e-3, 1e-2, 1e-1, 1.0)]
+  for tight, loose in zip(kept, kept[1:], strict=False):
+    assert (tight <= loose).all()
+  assert kept[0].sum() < kept[-1].sum()
+
+
+# Transformations.
+
+
+def test_masks_carry_no_gradient():
+  d, valid = case()
+  for criterion in all_criteria():
+    weigh = lambda d, c=criterion: jnp.where(c(d, valid), 2.0, 1.0).sum()
+    for leaf in jax.tree.leaves(jax.grad(weigh)(d)):
+      np.testing.assert_array_equal(leaf, 0)
+  for reduce in (tr.max_over_tokens, tr.mean_over_tokens):
+    np.testing.assert_array_equal(jax.grad(lambda x, f=reduce: f(x, valid).sum())(d.kl), 0)
+
+
+def test_jit_vmap_traced_limits_and_strict_promotion():
+  d, valid = case()
+  keep = tr.all_of(*all_criteria())
+  want = keep(d, valid)
+  np.testing.assert_array_equal(jax.jit(keep)(d, valid), want)
+  halves = [x.reshape(2, B // 2, T) for x in (*vars(d).values(), valid)]
+  mapped = jax.vmap(lambda *x: keep(Divergences(*x[:4]), x[4]))
+  np.testing.assert_array_equal(mapped(*halves).reshape(B), want)
+  traced = jax.jit(lambda limit: tr.max_kl(d, valid, limit=limit))(0.05)
+  np.testing.assert_array_equal(traced, tr.max_kl(d, valid, limit=0.05))
+  with jax.numpy_dtype_promotion('strict'):
+    np.testing.assert_array_equal(keep(d, valid), want)
+    assert tr.follow(jnp.float32(0.1), d.kl[:, 0], target=0.5) > 0
+    assert tr.permuted(want, jax.random.key(0)).sum() == want.sum()
+
+
+def whole_mask(d, valid, key, axis_name=None):
+  keep = tr.all_of(*all_criteria()[:2])(d, valid)
+  control = tr.permuted(keep, key, axis_name=axis_name)
+  return keep, control
+
+
+def weighed(fn, d, valid, key, x):
+  """A loss with both masks in it: its gradient is wrong where a mask lost its device axis."""
+  keep, control = fn(d, valid, key)
+  return (jnp.where(keep, x**2, 0) + jnp.where(control, jnp.sin(x), 0)).sum()
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_rows_split_over_a_mesh(mesh):
+  d, valid = case()
+  key, x = jax.random.key(3), jnp.arange(B) / 7
+  want = whole_mask(d, valid, key)
+  want_grad = jax.grad(functools.partial(weighed, whole_mask, d, valid, key))(x)
+  with jax.set_mesh(sharding.make_mesh(*mesh)):
+    rows = P('data')
+    split = jax.shard_map(
+      functools.partial(whole_mask, axis_name='data'),
+      in_specs=(rows, rows, P()),
+      out_specs=rows,
+      check_vma=True,
+    )
+    d, valid, x = jax.device_put((d, valid, x), rows)
+    got = jax.jit(split)(d, valid, key)
+    gradient = jax.jit(jax.grad(functools.partial(weighed, split, d, valid, key)))(x)
+    # The masks inside the body, multiplied with an operand that is the same on every device.
+    inner = jax.shard_map(
+      lambda d, valid, key, w: jax.lax.psum(
+        jnp.where(whole_mask(d, valid, key, 'data')[1], w * d.kl[:, 0], 0).sum(), 'data'
+      ),
+      in_specs=(rows, rows, P(), P()),
+      out_specs=P(),
+      check_vma=True,
+    )
+    slope = jax.jit(jax.grad(inner, 3))(d, valid, key, jnp.float32(2))
+  for g, w in zip(got, want, strict=True):
+    np.testing.assert_array_equal(g, w)
+  np.testing.assert_allclose(gradient, want_grad, rtol=1e-6)
+  np.testing.assert_allclose(slope, jnp.where(want[1], case()[0].kl[:, 0], 0).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
+def test_rows_split_over_a_named_axis(mapped):
+  d, valid = case()
+  key = jax.random.key(3)
+  blocks = jnp.stack([*vars(d).values(), valid * 1.0]).reshape(5, 8, B // 8, T)
+  run = mapped(
+    lambda x: whole_mask(Divergences(*x[:4]), x[4] > 0, key, 'data'), axis_name='data', in_axes=1
+  )
+  for g, w in zip(run(blocks), whole_mask(d, valid, key), strict=True):
+    np.testing.assert_array_equal(g.reshape(B), w)
+
+
+# The random control.
+
+
+@hypothesis.given(seed=SEEDS, kept=st.integers(0, B))
+def test_control_keeps_exactly_as_many_rows(seed, kept):
+  keep = jnp.arange(B) < kept
+  assert tr.permuted(keep, jax.random.key(seed)).sum() == kept
+
+
+def test_control_is_uniform_and_moves():
+  keep = jnp.arange(8) < 3
+  masks = jax.vmap(lambda k: tr.permuted(keep, k))(jax.random.split(jax.random.key(0), 4000))
+  # Every row is kept 3/8 of the time: standard error .0077, five of them .038.
+  np.testing.assert_allclose(masks.mean(0), 3 / 8, atol=0.038)
+  # All 56 subsets occur; expected 71 each.
+  assert len(np.unique(masks, axis=0)) == 56
+  # Rows 0 and 1 both kept: 3/8 * 2/7.
+  np.testing.assert_allclose((masks[:, 0] & masks[:, 1]).mean(), 6 / 56, atol=0.025)
+
+
+# The moving limit.
+
+
+def test_follow_by_hand():
+  # Quantile 1/2 of 1..5 is 3; log limit' = .9 log 1 + .1 log 3.
+  x = jnp.arange(1.0, 6.0)
+  np.testing.assert_allclose(tr.follow(jnp.float32(1), x, target=0.5), 3**0.1, rtol=1e-6)
+  np.testing.assert_allclose(tr.follow(jnp.float32(1), x, target=0.5, rate=1.0), 3, rtol=1e-6)
+  # rate 1/2 is the geometric mean of 1/3 and 3.
+  got = tr.follow(jnp.float32(1 / 3), x, target=0.5, rate=0.5)
+  np.testing.assert_allclose(got, 1, rtol=1e-6)
+
+
+@hypothesis.given(
+  seed=SEEDS, target=st.floats(0.1, 0.9), limit=st.floats(1e-4, 10), rate=st.floats(0.05, 0.95)
+)
+def test_follow_moves_towards_the_quantile_and_accepts_the_target(seed, target, limit, rate):
+  x = jax.random.permutation(jax.random.key(seed), jnp.exp(jnp.linspace(-6, 0, 41)))
+  limit = jnp.float32(limit)
+  quantile = np.quantile(np.asarray(x), target, method='lower')
+  hypothesis.assume(abs(target * 40 - round(target * 40)) > 1e-3)
+  moved = tr.follow(limit, x, target=target, rate=rate)
+  low, high = sorted((float(limit), float(quantile)))
+  assert low * 0.9999 <= moved <= high * 1.0001
+  np.testing.assert_allclose(
+    math.log(moved / limit), rate * math.log(quantile / limit), rtol=1e-3, atol=1e-5
+  )
+  for _ in range(3):
+    limit = tr.follow(limit, x, target=target, rate=1.0)
+  assert abs((x <= limit).mean() - target) <= 1 / 40
+
+
+def test_follow_ignores_the_rest_of_the_distribution():
+  # Only the quantile counts: the values above it may be anything, missing ones included.
+  x = jnp.arange(1.0, 9.0)
+  want = tr.follow(jnp.float32(1), x, target=0.5)
+  for bad in (jnp.nan, jnp.inf, 1e30):
+    np.testing.assert_array_equal(tr.follow(jnp.float32(1), x.at[5:].set(bad), target=0.5), want)
+
+
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
+def test_follow_stays_where_the_quantile_cannot_be_judged(bad):
+  limit = jnp.float32(0.25)
+  assert tr.follow(limit, jnp.full(8, bad), target=0.5) == limit
+  assert tr.follow(limit, jnp.arange(1.0, 9.0).at[2:].set(bad), target=0.5) == limit
+
+
+def test_follow_is_positive_where_nothing_differs():
+  moved = tr.follow(jnp.float32(0.25), jnp.zeros(8), target=0.5)
+  assert 0 < moved < 0.25 and moved.dtype == jnp.float32
+
+
+def test_a_row_never_sets_its_own_limit():
+  # The limit of a batch is an argument: the batch changes only what `follow` returns for the next.
+  d, valid = case()
+  limit = jnp.float32(0.02)
+  keep = lambda d: tr.max_kl(d, valid, limit=limit)
+  louder = put(d, 'kl', d.kl.at[2].set(1.0))
+  others = jnp.arange(B) != 2
+  np.testing.assert_array_equal(keep(d)[others], keep(louder)[others])
+  assert keep(d).sum() > 1 and keep(d)[2] and not keep(louder)[2]
+  gradient = jax.grad(lambda x: tr.follow(limit, x, target=0.5))(d.kl[:, 0])
+  np.testing.assert_array_equal(gradient, 0)
