@@ -112,9 +112,8 @@ def test_padding_is_irrelevant(name):
   np.testing.assert_allclose(moved[:, 3:], still[:, :4], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
-def test_cached_pieces_equal_one_pass(name):
-  config = CONFIGS[name]
+def test_cached_pieces_equal_one_pass():
+  config = TOP2
   params = parameters(config)
 
   @jax.jit
@@ -130,8 +129,7 @@ def test_cached_pieces_equal_one_pass(name):
   hidden, aux = pieces(params, TOKENS, START)
   want, _, want_aux = compiled(config)(params, TOKENS, START)
   np.testing.assert_allclose(hidden[REAL], want[REAL], rtol=0, atol=1e-5)
-  if config.experts:
-    np.testing.assert_array_equal(aux.routes[REAL], want_aux.routes[REAL])
+  np.testing.assert_array_equal(aux.routes[REAL], want_aux.routes[REAL])
 
 
 @pytest.mark.parametrize('name', CONFIGS)
@@ -234,36 +232,39 @@ def test_gradients_equal_differences_of_the_float64_decoder(name):
   assert all((np.abs(g) > 0).any() for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
-def test_remat_changes_nothing(name):
-  config = dataclasses.replace(CONFIGS[name], remat=True)
+def test_remat_changes_nothing():
+  config = dataclasses.replace(TOP2, remat=True)
   fn = descend(config)
-  args = parameters(CONFIGS[name]), TOKENS, START
-  close(fn(*args), reference(CONFIGS[name]), 1e-6)
-  trace = lambda c: str(jax.make_jaxpr(jax.grad(functools.partial(loss, config=c)))(
-    args[0], tokens=jnp.asarray(TOKENS), start=jnp.asarray(START)
-  ))
+  args = parameters(TOP2), TOKENS, START
+  close(fn(*args), reference(TOP2), 1e-6)
+  trace = lambda c: str(
+    jax.make_jaxpr(jax.grad(functools.partial(loss, config=c)))(
+      args[0], tokens=jnp.asarray(TOKENS), start=jnp.asarray(START)
+    )
+  )
   assert 'remat' in trace(config) or 'checkpoint' in trace(config)
-  assert 'remat' not in trace(CONFIGS[name]) and 'checkpoint' not in trace(CONFIGS[name])
+  assert 'remat' not in trace(TOP2) and 'checkpoint' not in trace(TOP2)
 
 
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
-def test_bfloat16_computes_low_and_keeps_float32_borders(name):
-  config = dataclasses.replace(CONFIGS[name], dtype='bfloat16')
-  params = parameters(CONFIGS[name])
+def test_bfloat16_computes_low_and_keeps_float32_borders():
+  config = dataclasses.replace(TOP2, dtype='bfloat16')
+  params = parameters(TOP2)
   hidden, logits, aux = compiled(config)(params, TOKENS, START)
   assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
-  want = compiled(CONFIGS[name])(params, TOKENS, START)
+  want = compiled(TOP2)(params, TOKENS, START)
   error = np.abs(np.asarray(hidden, np.float32) - want[0])[REAL]
   assert 1e-4 < np.median(error) < 0.05
-  if config.experts:
-    assert aux.router_logits.dtype == jnp.float32
+  assert aux.router_logits.dtype == jnp.float32
   cache = policy.init_cache(config, ROWS, LENGTH)
   assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
   fresh = jax.eval_shape(lambda key: policy.init(key, config, V), jax.random.key(0))
   assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(fresh))
-  grads = jax.eval_shape(jax.grad(functools.partial(loss, config=config)), params,
-                         tokens=jnp.asarray(TOKENS), start=jnp.asarray(START))
+  grads = jax.eval_shape(
+    jax.grad(functools.partial(loss, config=config)),
+    params,
+    tokens=jnp.asarray(TOKENS),
+    start=jnp.asarray(START),
+  )
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
 
 
@@ -281,9 +282,9 @@ def test_hooks_that_are_none_are_not_traced():
     return lambda x, *rest: (seen.append((kind, x.shape, [r.shape for r in rest])), x)[1]
 
   def equations(**kwargs):
-    return str(jax.make_jaxpr(lambda p, t, s: forward(p, TOP2, t, s, **kwargs))(
-      params, TOKENS, START
-    ))
+    return str(
+      jax.make_jaxpr(lambda p, t, s: forward(p, TOP2, t, s, **kwargs))(params, TOKENS, START)
+    )
 
   bare = equations()
   assert equations(hooks=policy.Hooks()) == bare

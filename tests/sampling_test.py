@@ -98,7 +98,9 @@ def test_decode_equals_the_full_pass(name):
   valid, tokens = np.asarray(rollout.valid), np.asarray(rollout.tokens)
   # The hard cases are there: PAD as an action with tokens after it, in left-padded rows too.
   padded = (tokens[:, :-1] == PAD) & valid[:, :-1] & valid[:, 1:]
-  assert padded[np.asarray(rollout.start) > 0].any() and padded[np.asarray(rollout.start) == 0].any()
+  assert (
+    padded[np.asarray(rollout.start) > 0].any() and padded[np.asarray(rollout.start) == 0].any()
+  )
   _, logits, aux = scorer(config)(parameters(config), rollout)
   kl = np.asarray(divergences.kl(logits, rollout.logits))
   assert kl.shape == valid.shape and kl[valid].max() < 1e-5
@@ -198,9 +200,11 @@ def test_frequencies_follow_the_tempered_softmax(temperature):
   scores = 1.5 * np.random.default_rng(3).normal(size=8).astype(np.float32)
   n = 20_000
   keys = jax.random.split(jax.random.key(5), n)
-  draw = jax.jit(lambda keys: sampling._draw(
-    keys, jnp.broadcast_to(jnp.asarray(scores), (n, 8)), temperature, False
-  ))
+  draw = jax.jit(
+    lambda keys: sampling._draw(
+      keys, jnp.broadcast_to(jnp.asarray(scores), (n, 8)), temperature, False
+    )
+  )
   counts = np.bincount(draw(keys), minlength=8)
   expected = n * policy_oracle.softmax(scores.astype(np.float64) / temperature)
   assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
@@ -214,9 +218,11 @@ def test_rollouts_are_drawn_at_the_temperature_they_report(temperature):
   run = generator(DENSE, samples=256, length=2, temperature=temperature)
   rollout = on_host(run(parameters(DENSE), TEXT, START, KEY))
   valid = rollout.valid
-  logp = np.asarray(divergences.logp(
-    jnp.asarray(rollout.logits), jnp.asarray(rollout.tokens), temperature=temperature
-  ))
+  logp = np.asarray(
+    divergences.logp(
+      jnp.asarray(rollout.logits), jnp.asarray(rollout.tokens), temperature=temperature
+    )
+  )
   np.testing.assert_allclose(rollout.logp[valid], logp[valid], rtol=0, atol=1e-6)
   z = rollout.logits.astype(np.float64) / temperature
   z = z - np.log(np.exp(z).sum(-1, keepdims=True))
@@ -292,8 +298,9 @@ def test_draw_never_returns_an_impossible_token(data):
   around = [steps, steps / steps[-1], np.float32([0, 1e-45, 1e-38, 2**-24, 0.5, 1 - 2**-24])]
   around = np.concatenate(around)
   for _ in range(2):
-    around = np.concatenate([around, np.nextafter(around, np.float32(0)),
-                             np.nextafter(around, np.float32(2))])
+    around = np.concatenate(
+      [around, np.nextafter(around, np.float32(0)), np.nextafter(around, np.float32(2))]
+    )
   uniforms = np.clip(around, 0, np.float32(1 - 2**-24)).astype(np.float32)
   uniforms = np.resize(uniforms, 9 * (2 * 33 + 6))
   tokens = np.asarray(over(scores, uniforms))
@@ -359,9 +366,9 @@ def test_meshes_agree(mesh):
     got = generator(MOE)(params, place(TEXT), place(START), KEY)
     assert got.tokens.sharding.spec[0] == 'data'
     hidden, _ = jax.jit(lambda p, r: sampling.score(p, MOE, r))(params, got)
-    logp = jax.jit(
-      lambda p, h, r: sampling.token_logp(policy.logits(p, h), r.tokens, r.valid)
-    )(params, hidden, got)
+    logp = jax.jit(lambda p, h, r: sampling.token_logp(policy.logits(p, h), r.tokens, r.valid))(
+      params, hidden, got
+    )
   for name in ('tokens', 'valid', 'routes', 'prompts', 'start'):
     np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
   np.testing.assert_allclose(got.logits, want.logits, rtol=0, atol=1e-4)
@@ -379,9 +386,7 @@ def test_store_keeps_what_it_says():
     np.testing.assert_array_equal(other.tokens, full.tokens)
     np.testing.assert_array_equal(other.valid, full.valid)
     np.testing.assert_allclose(other.logp, full.logp, rtol=0, atol=1e-6)
-  np.testing.assert_allclose(
-    policy.logits(params, hidden.hidden), full.logits, rtol=0, atol=1e-5
-  )
+  np.testing.assert_allclose(policy.logits(params, hidden.hidden), full.logits, rtol=0, atol=1e-5)
   assert (np.asarray(hidden.hidden)[~np.asarray(full.valid)] == 0).all()
 
 
@@ -437,8 +442,17 @@ def test_replay_without_hooks_is_the_trainer():
 def test_vmap_over_keys():
   alone, _ = noisy(0)
   run = functools.partial(
-    sampling.generate, parameters(MOE), MOE, jnp.asarray(TEXT), jnp.asarray(START),
-    samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD, temperature=1.3, hooks=NOISY,
+    sampling.generate,
+    parameters(MOE),
+    MOE,
+    jnp.asarray(TEXT),
+    jnp.asarray(START),
+    samples=SAMPLES,
+    length=LENGTH,
+    eos=EOS,
+    pad=PAD,
+    temperature=1.3,
+    hooks=NOISY,
   )
   together = jax.jit(jax.vmap(lambda key: fields(run(key))))(jnp.stack([jax.random.key(4), KEY]))
   for name in ('tokens', 'valid', 'start', 'prompts'):
@@ -452,8 +466,16 @@ def test_vmap_over_keys():
 def test_bad_temperature(temperature):
   with pytest.raises(types.InputError, match=f'temperature={temperature} must be > 0.*greedy'):
     sampling.generate(
-      parameters(DENSE), DENSE, jnp.asarray(TEXT), jnp.asarray(START), KEY,
-      samples=2, length=3, eos=EOS, pad=PAD, temperature=temperature,
+      parameters(DENSE),
+      DENSE,
+      jnp.asarray(TEXT),
+      jnp.asarray(START),
+      KEY,
+      samples=2,
+      length=3,
+      eos=EOS,
+      pad=PAD,
+      temperature=temperature,
     )
 
 
@@ -462,6 +484,12 @@ def test_bad_counts(name):
   counts = dict(samples=2, length=3) | {name: 0}
   with pytest.raises(types.InputError, match=f'{name}=0 must be at least 1'):
     sampling.generate(
-      parameters(DENSE), DENSE, jnp.asarray(TEXT), jnp.asarray(START), KEY,
-      eos=EOS, pad=PAD, **counts,
+      parameters(DENSE),
+      DENSE,
+      jnp.asarray(TEXT),
+      jnp.asarray(START),
+      KEY,
+      eos=EOS,
+      pad=PAD,
+      **counts,
     )

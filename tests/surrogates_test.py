@@ -337,7 +337,7 @@ def test_every_surrogate_goes_with_every_criterion(fn, criterion):
 
 @BATTERY
 @pytest.mark.parametrize('criterion', CRITERIA)
-@hypothesis.given(seed=SEEDS)
+@pytest.mark.parametrize('seed', [0, 1])
 def test_identical_policies_are_all_accepted_and_change_no_bit(fn, criterion, seed):
   _, anchor, a, valid = case(seed)
   keep = CRITERIA[criterion](divergences_of(anchor, anchor), valid)

@@ -24,7 +24,7 @@ Pool = Literal['all', 'accepted', 'loo', 'loo_accepted']
 
 
 def _pool_statistics(rewards, keep, group_size, pool):
-  """(reward - mean of the pool, variance of the pool, pool size) per row, [group, row] each."""
+  """(reward - mean of the pool, variance of the pool) per row, [group, row]; 0 if it is empty."""
   if group_size < 2:
     raise InputError(
       f'group_size={group_size} leaves nothing to compare a sample with; use at least 2 samples'
@@ -39,14 +39,13 @@ def _pool_statistics(rewards, keep, group_size, pool):
   peers = jnp.broadcast_to(member[:, None, :], (*r.shape, group_size))  # [group, row, peer]
   if pool in ('loo', 'loo_accepted'):
     peers = peers & ~jnp.eye(group_size, dtype=bool)[None]
-  size = peers.sum(-1)
-  safe = jnp.maximum(size, 1).astype(r.dtype)
+  size = jnp.maximum(peers.sum(-1), 1).astype(r.dtype)
   # Means of differences: equal rewards give exactly 0, which r - mean(r) does not, and a deviation
   # of one rounding error beside epsilon would make that an advantage of 0.1.
   ahead = r[:, :, None] - r[:, None, :]
-  mean = jnp.where(peers, ahead, 0).sum(-1) / safe
-  variance = jnp.where(peers, jnp.square(ahead - mean[..., None]), 0).sum(-1) / safe
-  return mean, variance, size
+  mean = jnp.where(peers, ahead, 0).sum(-1) / size
+  variance = jnp.where(peers, jnp.square(ahead - mean[..., None]), 0).sum(-1) / size
+  return mean, variance
 
 
 def centred(
@@ -57,8 +56,8 @@ def centred(
   `pool='all'` includes the row itself and so shrinks the estimate by (G-1)/G; `loo` does not.
   Raises InputError for group_size < 2 or rows that are not whole groups.
   """
-  ahead, _, size = _pool_statistics(rewards, keep, group_size, pool)
-  return jnp.where(size > 0, ahead, 0).reshape(rewards.shape)
+  ahead, _ = _pool_statistics(rewards, keep, group_size, pool)
+  return ahead.reshape(rewards.shape)
 
 
 def group_relative(
@@ -75,8 +74,8 @@ def group_relative(
   that a row which differs from a `loo` pool of equal rewards is divided by epsilon alone.
   Raises InputError for group_size < 2 or rows that are not whole groups.
   """
-  ahead, variance, size = _pool_statistics(rewards, keep, group_size, pool)
-  return jnp.where(size > 0, ahead / (jnp.sqrt(variance) + epsilon), 0).reshape(rewards.shape)
+  ahead, variance = _pool_statistics(rewards, keep, group_size, pool)
+  return (ahead / (jnp.sqrt(variance) + epsilon)).reshape(rewards.shape)
 
 
 def leave_one_out(

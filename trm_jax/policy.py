@@ -192,9 +192,7 @@ class _Mlp(nnx.Module):
     columns = _laid_out('kernel_metadata', DATA, MODEL)
     self.gate = linear(config.width, config.mlp_width, **columns)
     self.up = linear(config.width, config.mlp_width, **columns)
-    self.down = linear(
-      config.mlp_width, config.width, **_laid_out('kernel_metadata', MODEL, DATA)
-    )
+    self.down = linear(config.mlp_width, config.width, **_laid_out('kernel_metadata', MODEL, DATA))
 
   def __call__(self, x, *, layer, noise_keys, hooks):
     del layer, noise_keys
@@ -239,7 +237,9 @@ class _Experts(nnx.Module):
     weight = lambda p: p[...].astype(config.dtype)
     up = lambda p: jnp.einsum('btd,edf->btef', x, weight(p), out_sharding=by_expert)
     inner = jax.nn.silu(up(self.gate)) * up(self.up)
-    inner = _through(hooks.activation, inner) * sharding.reshard(gates, DATA, None, MODEL)[..., None]
+    inner = (
+      _through(hooks.activation, inner) * sharding.reshard(gates, DATA, None, MODEL)[..., None]
+    )
     out = jnp.einsum('btef,efd->btd', inner, weight(self.down), out_sharding=rows)
     return out, (scores, routes)
 
@@ -282,8 +282,7 @@ def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
   """
   keys = jax.random.split(key, config.layers + 2)
   single = [
-    nnx.to_pure_dict(nnx.split(_Layer(config, nnx.Rngs(params=k)), nnx.Param)[1])
-    for k in keys[2:]
+    nnx.to_pure_dict(nnx.split(_Layer(config, nnx.Rngs(params=k)), nnx.Param)[1]) for k in keys[2:]
   ]
   table = lambda k, scale: sharding.reshard(
     scale * jax.random.normal(k, (vocab_size, config.width)), MODEL, DATA

@@ -105,7 +105,9 @@ def generate(
   samples < 1 or length < 1.
   """
   if not greedy and not temperature > 0:
-    raise InputError(f'temperature={temperature} must be > 0; for argmax decoding pass greedy=True.')
+    raise InputError(
+      f'temperature={temperature} must be > 0; for argmax decoding pass greedy=True.'
+    )
   for name, value in (('samples', samples), ('length', length)):
     if value < 1:
       raise InputError(f'{name}={value} must be at least 1.')
@@ -145,7 +147,7 @@ def generate(
   )
   if aux.routes is not None:
     n, k = aux.routes.shape[2:]
-    room = (blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32))
+    room = blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32)
     state['routes'] = jnp.concatenate([_repeat(aux.routes, samples), room], 1)
 
   def emit(s):
@@ -259,9 +261,7 @@ def replay(
   noise_keys = None
   width, length = rollout.prompts.shape[1], rollout.tokens.shape[1]
   if hooks.router is not None:
-    prompt_keys, keys = row_keys(
-      key, rollout.start.shape[0] // samples, samples, first_sample
-    )
+    prompt_keys, keys = row_keys(key, rollout.start.shape[0] // samples, samples, first_sample)
     keys = keys.reshape(-1)
     noise_keys = jnp.concatenate(
       [

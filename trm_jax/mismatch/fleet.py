@@ -130,7 +130,9 @@ def generate(
       part = sampling.replay(weights, config, part, key, **shared)
     reported = st.reported_version(engine.staleness, version, strength)
     parts.append(
-      dataclasses.replace(part, version=part.version + reported, engine=part.engine + (done >= healthy))
+      dataclasses.replace(
+        part, version=part.version + reported, engine=part.engine + (done >= healthy)
+      )
     )
     done += count
   return side_by_side(parts, prompts.shape[0])

@@ -77,9 +77,7 @@ def weights(
   return jax.tree.map(lambda o, c: jnp.where(strength > 0, o, c), old, current)
 
 
-def reported_version(
-  staleness: Staleness, version: Int[Array, ''], strength=1.0
-) -> Int[Array, '']:
+def reported_version(staleness: Staleness, version: Int[Array, ''], strength=1.0) -> Int[Array, '']:
   """The optimizer step the engine says its weights have; a stuck replica says the current one."""
   behind = jnp.where(strength > 0, staleness.steps, 0)
   return jnp.maximum(version - behind, 0).astype(jnp.int32)
