@@ -63,7 +63,7 @@ def past():
 
 
 def roll(team, params, first, history, prompts, start, strength=1.0, **options):
-  options = dict(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD) | options
+  options = {'samples': SAMPLES, 'length': LENGTH, 'eos': EOS, 'pad': PAD} | options
   return fleet.generate(
     team,
     params,

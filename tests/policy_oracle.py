@@ -1,4 +1,4 @@
-"""The decoder once more, in float64 NumPy with explicit loops: what `trm_jax.policy` must compute."""
+"""The decoder once more, in float64 NumPy: what `trm_jax.policy` must compute."""
 
 import numpy as np
 
@@ -80,10 +80,11 @@ def apply(params, config, tokens, start):
   for n in range(config.layers):
     p = layer_of(params['layers'], n)
     y, a = rms_norm(x, p['attention_scale']), p['attention']
-    split = lambda name: (y @ a[name]['kernel']).reshape(rows, length, -1, config.head_width)
-    q = rotate(rms_norm(split('q'), a['q_scale']), positions, config.rope_base)
-    k = rotate(rms_norm(split('k'), a['k_scale']), positions, config.rope_base)
-    mixed, _ = attend(q, k, split('v'), np.arange(length), start)
+    shape = (rows, length, -1, config.head_width)
+    q, k, v = ((y @ a[name]['kernel']).reshape(shape) for name in 'qkv')
+    q = rotate(rms_norm(q, a['q_scale']), positions, config.rope_base)
+    k = rotate(rms_norm(k, a['k_scale']), positions, config.rope_base)
+    mixed, _ = attend(q, k, v, np.arange(length), start)
     x = x + mixed.reshape(rows, length, -1) @ a['o']['kernel']
     y, m = rms_norm(x, p['mlp_scale']), p['mlp']
     if config.experts:

@@ -53,7 +53,7 @@ def parameters(config, pad=1.0, eos=0.7):
 
 @functools.cache
 def generator(config, **options):
-  options = dict(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD) | options
+  options = {'samples': SAMPLES, 'length': LENGTH, 'eos': EOS, 'pad': PAD} | options
   return jax.jit(
     lambda params, prompts, start, key: sampling.generate(
       params, config, prompts, start, key, **options
@@ -392,7 +392,12 @@ def test_store_keeps_what_it_says():
 
 @functools.cache
 def noisy(first_sample):
-  options = dict(samples=SAMPLES, first_sample=first_sample, temperature=1.3, hooks=NOISY)
+  options = {
+    'samples': SAMPLES,
+    'first_sample': first_sample,
+    'temperature': 1.3,
+    'hooks': NOISY,
+  }
   run = generator(MOE, **options)
   again = jax.jit(
     lambda params, rollout, key: sampling.replay(params, MOE, rollout, key, **options)
@@ -481,7 +486,7 @@ def test_bad_temperature(temperature):
 
 @pytest.mark.parametrize('name', ['samples', 'length'])
 def test_bad_counts(name):
-  counts = dict(samples=2, length=3) | {name: 0}
+  counts = {'samples': 2, 'length': 3} | {name: 0}
   with pytest.raises(types.InputError, match=f'{name}=0 must be at least 1'):
     sampling.generate(
       parameters(DENSE),

@@ -66,9 +66,8 @@ def blockwise(
   q = q.astype(jnp.float32).reshape(batch, length, kv_heads, share, width) * width**-0.5
   q_blocks, slot_blocks = blocks(q, block_q, 1), blocks(slots, block_q, 0)
   k_blocks, v_blocks = (blocks(x.astype(jnp.float32), block_k, 1) for x in (k, v))
-  # Padded keys get a slot beyond every query's.
+  # Padded keys lie beyond every query's slot, so the causal mask hides them.
   key_slots = jnp.arange(k_blocks.shape[0] * block_k).reshape(-1, block_k)
-  key_slots = jnp.where(key_slots < k.shape[1], key_slots, jnp.iinfo(jnp.int32).max)
 
   # Round the whole row of blocks: round single pairs it would keep a state [b,C] for each pair.
   @jax.checkpoint

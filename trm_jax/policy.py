@@ -9,8 +9,8 @@ change of one file.
     scores = logits(params, hidden)            # float32 [B, T, V]
 
 Rows are left-padded: `start[b]` is the first real slot, and attention masks by slot, never by token
-id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations, the
-KV cache and router scores; a hook that is None is not traced at all.
+id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations,
+the KV cache and router scores; a hook that is None is not traced at all.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-  """Architecture. The defaults are the toy model of the experiments (about 94k parameters at V = 16)."""
+  """Architecture; by default the toy model of the experiments, 94k parameters at V = 16."""
 
   # Residual width D.
   width: int = 48
@@ -316,7 +316,7 @@ def apply(
   cache: Cache | None = None,
   noise_keys: Key[Array, 'B T'] | None = None,
   attention: attn.Attention = attn.plain,
-  hooks: Hooks = Hooks(),  # noqa: B008 - frozen
+  hooks: Hooks = Hooks(),
 ) -> tuple[Float[Array, 'B T D'], Cache | None, Aux]:
   """Final hidden states of `tokens`, which occupy slots slot..slot+T-1.
 

@@ -117,7 +117,7 @@ def generate(
   prompt_keys, keys = row_keys(key, count, samples, first_sample)
   keys = keys.reshape(rows)
   noisy = hooks.router is not None
-  shared = dict(attention=attention, hooks=hooks)
+  shared = {'attention': attention, 'hooks': hooks}
 
   cache = policy.init_cache(config, count, total)
   hidden, cache, aux = policy.apply(
@@ -134,17 +134,17 @@ def generate(
   blank = row_start[:, None] * jnp.zeros((1, length), jnp.int32)  # laid out like the rows
   real = blank.astype(jnp.float32)
   depth = {'logits': params['embed'].shape[0], 'hidden': config.width, 'logp': 0}[store]
-  state = dict(
-    step=jnp.int32(0),
-    done=row_start < 0,
-    hidden=_repeat(hidden[:, -1], samples),
-    cache=cache,
-    tokens=blank + pad,
-    valid=blank > 0,
-    logp=real,
-    stored=real[:, :, None] * jnp.zeros((1, 1, depth)),
-    routes=None,
-  )
+  state = {
+    'step': jnp.int32(0),
+    'done': row_start < 0,
+    'hidden': _repeat(hidden[:, -1], samples),
+    'cache': cache,
+    'tokens': blank + pad,
+    'valid': blank > 0,
+    'logp': real,
+    'stored': real[:, :, None] * jnp.zeros((1, 1, depth)),
+    'routes': None,
+  }
   if aux.routes is not None:
     n, k = aux.routes.shape[2:]
     room = blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32)
@@ -159,14 +159,14 @@ def generate(
     logp = divergences.logp(scores, token, temperature=temperature)
     kept = {'logits': scores, 'hidden': s['hidden'], 'logp': scores[:, :0]}[store]
     put = lambda store, new: jax.lax.dynamic_update_slice_in_dim(store, new[:, None], t, 1)
-    return s | dict(
-      step=t + 1,
-      done=done | (token == eos),
-      tokens=put(s['tokens'], token),
-      valid=put(s['valid'], ~done),
-      logp=put(s['logp'], jnp.where(done, 0, logp)),
-      stored=put(s['stored'], jnp.where(done[:, None], 0, kept).astype(jnp.float32)),
-    )
+    return s | {
+      'step': t + 1,
+      'done': done | (token == eos),
+      'tokens': put(s['tokens'], token),
+      'valid': put(s['valid'], ~done),
+      'logp': put(s['logp'], jnp.where(done, 0, logp)),
+      'stored': put(s['stored'], jnp.where(done[:, None], 0, kept).astype(jnp.float32)),
+    }
 
   def advance(s):
     """Feeds the last token, then samples the next."""
@@ -183,7 +183,7 @@ def generate(
       noise_keys=_noise_keys(_fold(keys, 0 * row_start), slot, 1) if noisy else None,
       **shared,
     )
-    s = s | dict(hidden=hidden[:, 0], cache=cache)
+    s = s | {'hidden': hidden[:, 0], 'cache': cache}
     if aux.routes is not None:
       s['routes'] = jax.lax.dynamic_update_slice_in_dim(s['routes'], aux.routes, slot, 1)
     return emit(s)

@@ -65,7 +65,7 @@ class WarmStart:
   # Demonstrations per step.
   batch: int = 128
   # Peak learning rate, decaying linearly to 0.
-  learning_rate: float = 2e-3
+  learning_rate: float = 4e-3
 
   def __post_init__(self):
     if self.steps < 0 or self.batch < 1:

@@ -116,13 +116,13 @@ def generate(
   done = 0
   for (engine, count), weights in zip(shares, held, strict=True):
     weights = pr.round_weights(weights, engine.precision, strength)
-    shared = dict(
-      samples=count,
-      first_sample=done,
-      temperature=temperature,
-      hooks=hooks(engine, strength),
-      attention=attention,
-    )
+    shared = {
+      'samples': count,
+      'first_sample': done,
+      'temperature': temperature,
+      'hooks': hooks(engine, strength),
+      'attention': attention,
+    }
     part = sampling.generate(
       weights, config, prompts, start, key, length=length, eos=eos, pad=pad, store=store, **shared
     )
