@@ -2,7 +2,7 @@
 # .venv-3.13 for PYTHON=python3.13. ARGS is added to the command, e.g. ARGS=tests/bounds_test.py.
 PYTHON ?= python3
 ARGS ?=
-DEMO = -m experiments.stuck_replica --directory runs/demo --seeds 3 --steps 80 --resume
+DEMO = -m experiments.stuck_replica --directory runs/demo --seeds 3 --steps 80 --eval-every 20 --resume
 
 # Where PYTHON does not run (a version manager's shim), its name tells the version, so that an
 # environment that exists already goes on working.

@@ -162,9 +162,7 @@ def keep(
   return inside & scored.usable
 
 
-def per_token(
-  method: Method, scored: Scored, advantages: Float[Array, 'B']
-) -> Float[Array, 'B T']:
+def per_token(method: Method, scored: Scored, advantages: Float[Array, 'B']) -> Float[Array, 'B T']:
   """The method's objective per token, to be maximised; gradient to `scored.logp`."""
   anchor = {
     'rollout': scored.rollout_logp,

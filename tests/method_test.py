@@ -1,0 +1,199 @@
+"""Methods: which surrogate, anchor, weight and mask an arm is made of, and what it refuses."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import method as mt
+from trm_jax.types import Divergences, InputError
+
+G, B, T = 4, 8, 5
+
+
+def scored(seed=0):
+  rng = np.random.default_rng(seed)
+  logp = -rng.uniform(0.1, 2, (B, T))
+  rollout, recomputed, version = (logp + rng.normal(0, s, (B, T)) for s in (0.5, 0.2, 0.3))
+  lengths = rng.integers(1, T + 1, B)
+  f32 = lambda x: jnp.asarray(x, jnp.float32)
+  return mt.Scored(
+    logp=f32(logp),
+    rollout_logp=f32(rollout),
+    recomputed_logp=f32(recomputed),
+    version_logp=f32(version),
+    divergences=Divergences(
+      kl=f32(rng.exponential(0.1, (B, T))),
+      tv=f32(rng.uniform(0, 0.3, (B, T))),
+      log_ratio=f32(logp - rollout),
+      entropy=f32(np.ones((B, T))),
+    ),
+    usable=jnp.ones(B, bool),
+    valid=jnp.asarray(np.arange(T)[None] < lengths[:, None]),
+    reward=f32(rng.integers(0, 2, B)),
+    engine=jnp.zeros(B, jnp.int32),
+  )
+
+
+def objective(method, s, limit=1.0):
+  return mt.objective(method, s, samples=G, limit=jnp.float32(limit), key=jax.random.key(3))
+
+
+def expected(method, s, kept):
+  """The whole objective in float64 NumPy, written out row by row."""
+  d = {k: np.asarray(getattr(s, k), np.float64) for k in ('logp', 'rollout_logp', 'reward')}
+  anchor = np.asarray(
+    {
+      'rollout': s.rollout_logp,
+      'recomputed': s.recomputed_logp,
+      'version': s.version_logp,
+    }[method.anchor],
+    np.float64,
+  )
+  valid, total = np.asarray(s.valid), 0.0
+  for i in range(B):
+    group = d['reward'][i // G * G : i // G * G + G]
+    a = (d['reward'][i] - group.mean()) / (group.std() + 1e-6)
+    for t in range(T):
+      if not (valid[i, t] and kept[i]):
+        continue
+      r = np.exp(d['logp'][i, t] - anchor[i, t])
+      value = r * a
+      if method.surrogate != 'ratio':
+        value = min(value, np.clip(r, 1 - method.clip_low, 1 + method.clip_high) * a)
+      if method.surrogate == 'decoupled' or method.weight == 'tis':
+        value *= min(np.exp(anchor[i, t] - d['rollout_logp'][i, t]), method.max_ratio)
+      total += value
+  return total
+
+
+CHOICES = [
+  dict(),
+  dict(anchor='recomputed'),
+  dict(anchor='version'),
+  dict(surrogate='clip'),
+  dict(surrogate='clip', anchor='recomputed', weight='tis', max_ratio=1.1),
+  dict(anchor='recomputed', weight='tis', max_ratio=1.2),
+  dict(surrogate='decoupled', anchor='version', clip_low=0.1, clip_high=0.3),
+]
+MASKS = [dict(), dict(max_kl=0.25), dict(max_kl=0.25, mean_kl=0.09), dict(max_tv=0.25, max_k2=0.4)]
+
+
+@pytest.mark.parametrize('choice, mask', itertools.product(CHOICES, MASKS))
+def test_any_surrogate_goes_with_any_mask(choice, mask):
+  s, method = scored(), mt.Method(**choice, **mask)
+  mean, kept, _ = objective(method, s)
+  kl, tv = np.asarray(s.divergences.kl), np.asarray(s.divergences.tv)
+  valid, lr = np.asarray(s.valid), np.asarray(s.divergences.log_ratio)
+  top = lambda x: np.where(valid, x, -np.inf).max(-1)
+  want = np.ones(B, bool)
+  if 'max_kl' in mask:
+    want &= top(kl) <= 0.25
+  if 'mean_kl' in mask:
+    want &= np.where(valid, kl, 0).sum(-1) / valid.sum(-1) <= 0.09
+  if 'max_tv' in mask:
+    want &= (top(tv) <= 0.25) & (top(lr**2 / 2) <= 0.4)
+  if mask:
+    assert 0 < want.sum() < B  # the mask must bite, or this tests nothing
+  np.testing.assert_array_equal(kept, want)
+  np.testing.assert_allclose(mean.total, expected(method, s, want), rtol=2e-5, atol=2e-5)
+  assert mean.count == B
+
+
+def test_gradient_reaches_logp_alone_and_rejected_rows_get_none():
+  s, method = scored(), mt.Method(surrogate='decoupled', anchor='version', max_kl=0.25)
+  floats = ('logp', 'rollout_logp', 'recomputed_logp', 'version_logp', 'reward')
+
+  def total(values):
+    return objective(method, dataclasses.replace(s, **values))[0].total
+
+  grads = jax.grad(total)({n: getattr(s, n) for n in floats})
+  kept = np.asarray(objective(method, s)[1])
+  assert (np.asarray(grads['logp'])[~kept] == 0).all()
+  assert np.abs(np.asarray(grads['logp'])[kept]).max() > 0.1
+  np.testing.assert_array_equal(grads['reward'], 0)
+  np.testing.assert_array_equal(grads['recomputed_logp'], 0)
+  np.testing.assert_array_equal(grads['rollout_logp'], 0)  # truncated engine ratio is detached
+
+
+def test_random_mask_keeps_as_many_rows_as_the_trust_region():
+  s = scored()
+  kept = np.asarray(objective(mt.Method(max_kl=0.25), s)[1])
+  for key in range(5):
+    chosen = mt.keep(
+      mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1), key=jax.random.key(key)
+    )
+    assert chosen.sum() == kept.sum()
+  differs = [
+    (np.asarray(mt.keep(mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1),
+                        key=jax.random.key(k))) != kept).any()
+    for k in range(5)
+  ]  # fmt: skip
+  assert any(differs)
+
+
+def test_followed_limit_replaces_the_configured_one():
+  s = scored()
+  method = mt.Method(max_kl=5.0, accept=0.5)
+  assert objective(method, s, limit=5.0)[1].all()
+  assert not objective(method, s, limit=1e-4)[1].any()
+
+
+def test_unusable_rows_are_never_kept():
+  s = dataclasses.replace(scored(), usable=jnp.arange(B) != 2)
+  for method in (mt.Method(), mt.Method(max_kl=100.0, random_mask=True)):
+    assert not objective(method, s)[1][2]
+
+
+def test_baseline_pool_sees_the_mask():
+  """Rewards [1, 0, 0, 0] of a group whose only right row is rejected."""
+  s = scored()
+  kl = jnp.zeros((B, T)).at[0].set(9.0)
+  s = dataclasses.replace(
+    s,
+    divergences=dataclasses.replace(s.divergences, kl=kl),
+    reward=jnp.array([1.0, 0, 0, 0] * 2),
+    valid=jnp.ones((B, T), bool),
+  )
+  centred = dict(max_kl=1.0, advantage='centred')
+  every = objective(mt.Method(**centred), s)[2]
+  accepted = objective(mt.Method(**centred, baseline_pool='accepted'), s)[2]
+  np.testing.assert_allclose(every[:4], [0.75, -0.25, -0.25, -0.25])
+  np.testing.assert_allclose(accepted[1:4], 0)
+
+
+def test_penalty_scope_and_denominator():
+  kl, valid = jnp.ones((4, 3)), jnp.ones((4, 3), bool)
+  kept = jnp.array([True, False, False, True])
+  every = mt.penalty(mt.Method(), kl, valid, kept)
+  only = mt.penalty(mt.Method(kl_scope='kept'), kl, valid, kept)
+  by_kept = mt.penalty(mt.Method(kl_scope='kept', normalize_by='accepted'), kl, valid, kept)
+  assert (every.total, every.count) == (12, 4)
+  assert (only.total, only.count) == (6, 4)
+  assert (by_kept.total, by_kept.count) == (6, 2)
+
+
+@pytest.mark.parametrize(
+  'setting, word',
+  [
+    (dict(max_kl=0.0), 'max_kl'),
+    (dict(mean_kl=-1.0), 'mean_kl'),
+    (dict(max_kl=float('nan')), 'max_kl'),
+    (dict(accept=1.5, max_kl=0.1), 'accept'),
+    (dict(accept=0.5), 'max_kl'),
+    (dict(random_mask=True), 'random_mask'),
+    (dict(weight='tis'), 'anchor'),
+    (dict(surrogate='decoupled'), 'anchor'),
+    (dict(surrogate='decoupled', anchor='version', weight='tis'), 'weight'),
+    (dict(clip_low=1.5), 'clip_low'),
+    (dict(clip_high=0.0), 'clip_high'),
+    (dict(max_ratio=0.0), 'max_ratio'),
+    (dict(kl_coefficient=-0.1), 'kl_coefficient'),
+  ],
+)
+def test_contradictions_are_named(setting, word):
+  with pytest.raises(InputError, match=word):
+    mt.Method(**setting)

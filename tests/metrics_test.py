@@ -1,0 +1,86 @@
+"""Metrics of a step against NumPy, and what they do with nothing, NaN and inf."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from trm_jax import metrics
+from trm_jax.method import Scored
+from trm_jax.types import Divergences
+
+B, T = 12, 6
+
+
+def case(seed=0):
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, T + 1, B)
+  valid = np.arange(T)[None] < lengths[:, None]
+  arrays = {
+    'kl': rng.exponential(0.1, (B, T)),
+    'tv': rng.uniform(0, 1, (B, T)),
+    'log_ratio': rng.normal(0, 0.3, (B, T)),
+    'entropy': rng.uniform(0, 2, (B, T)),
+  }
+  keep, reward = rng.random(B) < 0.6, rng.integers(0, 2, B)
+  f32 = lambda x: jnp.asarray(x, jnp.float32)
+  zeros = jnp.zeros((B, T), jnp.float32)
+  scored = Scored(
+    logp=zeros, rollout_logp=zeros, recomputed_logp=zeros, version_logp=zeros,
+    divergences=Divergences(**{k: f32(v) for k, v in arrays.items()}),
+    usable=jnp.ones(B, bool), valid=jnp.asarray(valid), reward=f32(reward),
+    engine=jnp.asarray(np.arange(B) % 2, jnp.int32),
+  )  # fmt: skip
+  return scored, jnp.asarray(keep), arrays | {'valid': valid, 'keep': keep, 'reward': reward, 'lengths': lengths}  # fmt: skip
+
+
+def test_against_numpy():
+  scored, keep, a = case()
+  got = metrics.summarise(scored, keep, jnp.zeros((B, T), bool))
+  token, odd = a['valid'], np.arange(B) % 2 == 1
+  log_w = np.where(token, a['log_ratio'], 0).sum(-1)[a['keep']]
+  w = np.exp(log_w)
+  want = {
+    'reward': a['reward'].mean(),
+    'reward/kept': a['reward'][a['keep']].mean(),
+    'reward/rejected': a['reward'][~a['keep']].mean(),
+    'acceptance': a['keep'].mean(),
+    'acceptance/engine1': a['keep'][odd].mean(),
+    'kl/mean': a['kl'][token].mean(),
+    'kl/median': np.median(a['kl'][token]),
+    'kl/p90': np.quantile(a['kl'][token], 0.9),
+    'kl/max': a['kl'][token].max(),
+    'kl/engine0': a['kl'][~odd][token[~odd]].mean(),
+    'kl/engine1': a['kl'][odd][token[odd]].mean(),
+    'tv/mean': a['tv'][token].mean(),
+    'tv/max': a['tv'][token].max(),
+    'entropy': a['entropy'][token].mean(),
+    'ratio/max': np.exp(a['log_ratio'][token & a['keep'][:, None]].max()),
+    'ess': w.sum() ** 2 / (len(w) * (w**2).sum()),
+    'length': a['lengths'].mean(),
+  }
+  for name, value in want.items():
+    np.testing.assert_allclose(got[name], value, rtol=2e-5, err_msg=name)
+
+
+def test_acceptance_by_length_quartile_by_hand():
+  # Quartile edges of 1..8 are 2.75, 4.5, 6.25: two rows each.
+  keep = jnp.array([True, False, True, True, False, False, True, True])
+  got = metrics.by_length_quartile(keep, jnp.arange(1, 9))
+  assert [float(got[f'acceptance/length_q{i}']) for i in range(1, 5)] == [0.5, 1.0, 0.0, 1.0]
+
+
+def test_nothing_to_average_is_nan_and_violations_are_counted():
+  scored, _, _ = case()
+  none = jnp.zeros(B, bool)
+  got = metrics.summarise(scored, none, jnp.zeros((B, T), bool))
+  assert np.isnan(got['reward/kept']) and np.isnan(got['ess'])
+  assert got['acceptance'] == 0 and got['ratio/max'] == 0
+  d = scored.divergences
+  d = dataclasses.replace(d, kl=d.kl.at[0, 0].set(jnp.inf).at[3, 0].set(jnp.nan))
+  missing = jnp.zeros((B, T), bool).at[3, 0].set(True).at[2, T - 1].set(True)
+  scored = dataclasses.replace(scored, divergences=d, valid=scored.valid.at[2, T - 1].set(False))
+  got = metrics.summarise(scored, ~none, missing)
+  assert got['nonfinite_rows'] == 2
+  assert got['missing_tokens'] == 1  # the one in padding does not count
+  assert np.isfinite(got['kl/mean']) and np.isfinite(got['kl/max'])

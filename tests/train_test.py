@@ -1,0 +1,313 @@
+"""The program and the loop: settings that are refused, resume bit for bit, failures that lose nothing."""
+
+import dataclasses
+import functools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import loop, method, policy, recording, tasks, train, update
+from trm_jax.mismatch import fleet, staleness
+from trm_jax.types import InputError, NonFiniteError
+
+TINY = policy.PolicyConfig(width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2)  # fmt: skip
+# Everything that has a state of its own: history, followed limit, minibatches, epochs.
+CONFIG = train.Config(
+  steps=7,
+  prompts=4,
+  samples=4,
+  eval_prompts=8,
+  eval_every=3,
+  save_every=2,
+  epochs=2,
+  minibatches=2,
+  policy=TINY,
+  warm_start=train.WarmStart(steps=3, batch=8),
+  fleet=fleet.Fleet(broken=fleet.Engine(staleness=staleness.Staleness(steps=2)), broken_samples=2),
+  method=method.Method(max_kl=0.01, accept=0.7, surrogate='clip', anchor='version'),
+  optimizer=train.Optimizer(warmup=1, learning_rate=3e-2),
+  data_dir=os.path.join(os.environ['TFDS_DATA_DIR'], 'train_test'),
+)
+
+
+@functools.cache
+def program():
+  built = train.build(CONFIG)
+  tasks.prepare(built.task, CONFIG.data_dir)
+  return built
+
+
+class Watch:
+  """Stands for the progress display; may raise a signal at a step."""
+
+  def __init__(self, stop_at=None, number=signal.SIGTERM):
+    self.stop_at, self.number, self.seen = stop_at, number, []
+
+  def update(self, step, **_):
+    self.seen.append(step)
+    if step == self.stop_at:
+      os.kill(os.getpid(), self.number)
+
+  def close(self):
+    pass
+
+
+@pytest.fixture(scope='module')
+def start(tmp_path_factory):
+  return loop.warm_start(program(), tmp_path_factory.mktemp('w') / 'warm', progress=Watch())
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, start):
+  """The uninterrupted run: (metrics, final state)."""
+  path = tmp_path_factory.mktemp('r') / 'whole'
+  metrics = loop.run(program(), path, start, progress=Watch())
+  return metrics, final_state(path, start)
+
+
+def final_state(path, start):
+  with jax.set_mesh(program().mesh), recording.open_run(path, about(), resume=True) as record:
+    state = program().start(start, jax.random.key(0))
+    step, state, meta = record.restore(loop._abstract(state))
+  return step, [np.asarray(x).tobytes() for x in jax.tree.leaves(plain(state))], meta
+
+
+def plain(state):
+  return dataclasses.replace(state, key=jax.random.key_data(state.key))
+
+
+def about():
+  return loop.settings(program(), label='rl', arm=[0, 1.0])
+
+
+def timeless(metrics):
+  return [{k: v for k, v in row.items() if k != 'seconds'} for row in metrics]
+
+
+def same(a, b):
+  """Equal metrics, NaN equal to NaN, to the last bit."""
+  assert [sorted(r) for r in a] == [sorted(r) for r in b]
+  for left, right in zip(a, b, strict=True):
+    for name in left:
+      x, y = left[name], right[name]
+      assert x == y or (x != x and y != y), (left['step'], name, x, y)
+
+
+def test_rows_of_a_run(whole):
+  metrics, (step, _, _) = whole
+  assert [row['step'] for row in metrics] == list(range(8)) and step == 7
+  assert [r['step'] for r in metrics if 'accuracy/greedy' in r] == [0, 3, 6, 7]
+  assert {'reward', 'acceptance', 'kl/mean', 'kl/median', 'kl/p90', 'kl/max', 'tv/max', 'ratio/max',
+          'ess', 'entropy', 'grad_norm', 'reward/kept', 'reward/rejected', 'limit',
+          'acceptance/length_q4'} <= set(metrics[3])  # fmt: skip
+  assert len({row['limit'] for row in metrics[1:]}) > 3  # the limit follows
+  assert metrics[5]['kl/engine1'] > 1e-6 > metrics[5]['kl/engine0'] * 1e-3
+  assert all(row['nonfinite_rows'] == 0 for row in metrics[1:])
+
+
+@pytest.mark.parametrize('step, number', [(1, signal.SIGTERM), (4, signal.SIGINT), (5, 15)])
+def test_interrupted_run_continues_bit_for_bit(tmp_path, start, whole, step, number):
+  path = tmp_path / 'run'
+  with pytest.raises(loop.Interrupted, match='--resume'):
+    loop.run(program(), path, start, progress=Watch(step, number))
+  half = recording.read_metrics(path / 'metrics.jsonl')
+  assert step <= half[-1]['step'] < 7
+  metrics = loop.run(program(), path, start, resume=True, progress=Watch())
+  same(timeless(metrics), timeless(whole[0]))
+  assert final_state(path, start) == whole[1]
+
+
+def test_killed_run_falls_back_to_its_last_checkpoint(tmp_path, start, whole):
+  """Dies (here: an exception out of nowhere) between checkpoints 4 and 6, having logged step 5."""
+
+  class Dies(Watch):
+    def update(self, step, **_):
+      if step == 5:
+        raise RuntimeError('power cut')
+
+  path = tmp_path / 'run'
+  with pytest.raises(RuntimeError, match='power cut'):
+    loop.run(program(), path, start, progress=Dies())
+  assert recording.read_metrics(path / 'metrics.jsonl')[-1]['step'] == 5
+  seen = Watch()
+  metrics = loop.run(program(), path, start, resume=True, progress=seen)
+  assert seen.seen[0] == 5  # step 4 was the checkpoint
+  same(timeless(metrics), timeless(whole[0]))
+  assert final_state(path, start) == whole[1]
+
+
+def test_finished_run_is_only_read(tmp_path, start):
+  path = tmp_path / 'run'
+  first = loop.run(program(), path, start, progress=Watch())
+  seen = Watch()
+  again = loop.run(program(), path, start, resume=True, progress=seen)
+  same(first, again)
+  assert seen.seen == []
+
+
+def test_warm_start_is_reused_and_continues(tmp_path, start):
+  path = tmp_path / 'warm'
+  before = [np.asarray(x) for x in jax.tree.leaves(start)]
+  for _ in range(2):
+    params = loop.warm_start(program(), path, progress=Watch())
+    for a, b in zip(before, jax.tree.leaves(params), strict=True):
+      np.testing.assert_array_equal(a, b)
+  other = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, seed=1))
+  with pytest.raises(InputError, match='seed'):
+    loop.warm_start(other, path, progress=Watch())
+
+
+def test_run_does_not_consume_the_callers_parameters(tmp_path, start):
+  loop.run(program(), tmp_path / 'run', start, progress=Watch())
+  assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(start))
+
+
+def test_non_finite_loss_stops_names_step_and_rows_and_keeps_the_checkpoint(tmp_path, start):
+  path, good = tmp_path / 'run', program()
+  calls = []
+
+  def poisoned(state, arm, prompts, starts):
+    calls.append(1)
+    if len(calls) == 4:  # a broken device: NaN weights from here on
+      bad = jax.tree.map(lambda x: x * jnp.nan, state.params)
+      state = dataclasses.replace(state, params=bad)
+    return good.step(state, arm, prompts, starts)
+
+  with pytest.raises(NonFiniteError, match=r'step 4: .*rows \[0, 1'):
+    loop.run(dataclasses.replace(good, step=poisoned), path, start, progress=Watch())
+  assert recording.read_metrics(path / 'metrics.jsonl')[-1]['step'] == 3
+  with jax.set_mesh(good.mesh), recording.open_run(path, about(), resume=True) as record:
+    step, state, _ = record.restore(loop._abstract(good.start(start, jax.random.key(0))))
+  assert step == 2
+  assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
+
+
+def test_another_config_in_the_directory_is_refused(tmp_path, start):
+  path = tmp_path / 'run'
+  loop.run(program(), path, start, progress=Watch())
+  with pytest.raises(InputError, match='--resume'):
+    loop.run(program(), path, start, progress=Watch())
+  other = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, temperature=0.5))
+  with pytest.raises(InputError, match='temperature'):
+    loop.run(other, path, start, resume=True, progress=Watch())
+
+
+def test_more_steps_extend_a_finished_run(tmp_path, start, whole):
+  short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=4))
+  loop.run(short, tmp_path / 'run', start, progress=Watch())
+  metrics = loop.run(program(), tmp_path / 'run', start, resume=True, progress=Watch())
+  # The last step of the short run was evaluated out of turn; all else is the same run.
+  drop = lambda rows: [
+    {k: v for k, v in r.items() if not k.startswith('accuracy')} for r in timeless(rows)
+  ]
+  same(drop(metrics), drop(whole[0]))
+
+
+def test_a_stuck_engine_keeps_the_weights_of_step_0():
+  config = dataclasses.replace(
+    CONFIG,
+    fleet=fleet.Fleet(
+      broken=fleet.Engine(staleness=staleness.Staleness(stuck=True)), broken_samples=2
+    ),
+    method=method.Method(),
+    epochs=1,
+    minibatches=1,
+  )
+  built = train.build(config)
+  with jax.set_mesh(built.mesh):
+    params = built.init(jax.random.key(0))
+    state = built.start(params, jax.random.key(1))
+    data = loop.prompts(built, 'train', config.prompts, seed=0)
+    kl = []
+    for _ in range(4):
+      state, scalars, _ = built.step(
+        state, update.Arm(jnp.int32(0), jnp.float32(1)), *loop.rows(next(data))
+      )
+      kl.append((float(scalars['kl/engine0']), float(scalars['kl/engine1'])))
+    for a, b in zip(jax.tree.leaves(state.first), jax.tree.leaves(params), strict=True):
+      np.testing.assert_array_equal(a, b)
+    state, scalars, _ = built.step(
+      state, update.Arm(jnp.int32(0), jnp.float32(0)), *loop.rows(next(data))
+    )
+  assert max(healthy for healthy, _ in kl) < 1e-9
+  assert kl[0][1] < 1e-9 < 1e-6 < kl[3][1]  # the first rollout is not stale yet
+  assert float(scalars['kl/engine1']) < 1e-9  # strength 0 mends it without recompiling
+
+
+@pytest.mark.parametrize(
+  'setting, word',
+  [
+    (dict(samples=1), 'samples'),
+    (dict(prompts=0), 'prompts'),
+    (dict(steps=-1), 'steps'),
+    (dict(seed=-1), 'seed'),
+    (dict(temperature=0.0), 'temperature'),
+    (dict(mesh='8'), 'mesh'),
+    (dict(mesh='3,1'), 'prompts=4'),
+    (dict(minibatches=3), 'minibatches'),
+    (dict(microbatches=8), 'microbatches'),
+    (dict(mesh='1,3'), 'kv_heads'),
+    (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
+    (dict(eval_prompts=7, mesh='4,1'), 'eval_prompts'),
+  ],
+)
+def test_bad_settings_are_named(setting, word):
+  with pytest.raises(InputError, match=word):
+    dataclasses.replace(CONFIG, **setting)
+
+
+@pytest.mark.parametrize(
+  'part, setting, word',
+  [
+    (train.Optimizer, dict(learning_rate=0.0), 'learning_rate'),
+    (train.Optimizer, dict(b2=1.0), 'b2'),
+    (train.Optimizer, dict(warmup=-1), 'warmup'),
+    (train.WarmStart, dict(steps=-1), 'steps'),
+    (train.WarmStart, dict(learning_rate=-1.0), 'learning_rate'),
+  ],
+)
+def test_bad_parts_are_named(part, setting, word):
+  with pytest.raises(InputError, match=word):
+    part(**setting)
+
+
+def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
+  with pytest.raises(InputError, match='response_length=8'):
+    train.build(dataclasses.replace(CONFIG, response_length=8))
+  with pytest.raises(InputError, match='16 devices'):
+    train.build(dataclasses.replace(CONFIG, mesh='16,1', prompts=64, minibatches=1, eval_prompts=16, warm_start=train.WarmStart(batch=16)))  # fmt: skip
+  with pytest.raises(InputError, match='no.such.module'):
+    train.build(dataclasses.replace(CONFIG, task='no.such.module'))
+
+
+def test_mesh_flag_changes_nothing_but_rounding(tmp_path):
+  """`--mesh 8,1` and `4,2` against `1,1` through the whole program: rollout, reward, update."""
+  found = {}
+  for mesh in ('1,1', '8,1', '4,2'):
+    config = dataclasses.replace(
+      CONFIG,
+      mesh=mesh,
+      prompts=8,
+      minibatches=1,
+      epochs=1,
+      fleet=fleet.Fleet(),
+      method=method.Method(max_kl=0.1),
+      warm_start=train.WarmStart(steps=0, batch=8),
+    )
+    built = train.build(config)
+    with jax.set_mesh(built.mesh):
+      state = built.start(built.init(jax.random.key(0)), jax.random.key(1))
+      batch = loop.rows(next(loop.prompts(built, 'train', 8, seed=0)))
+      state, scalars, flags = built.step(state, update.Arm(jnp.int32(0), jnp.float32(1)), *batch)
+      accuracy = built.evaluate(state.params, *batch, jax.random.key(2))
+    assert flags['finite']
+    found[mesh] = [np.asarray(x) for x in jax.tree.leaves(state.params)], scalars, accuracy
+  for mesh in ('8,1', '4,2'):
+    for name in ('length', 'acceptance', 'entropy', 'reward'):
+      np.testing.assert_allclose(found[mesh][1][name], found['1,1'][1][name], rtol=1e-5)
+    for a, b in zip(found[mesh][0], found['1,1'][0], strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-4)

@@ -1,0 +1,321 @@
+"""The update: same loss and gradient however it is split, and nothing leaks out of a mask."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from trm_jax import attention, method, policy, sampling, sharding, update
+from trm_jax.mismatch import fleet, routing, staleness
+
+CONFIG = policy.PolicyConfig(width=16, layers=2, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2)  # fmt: skip
+V, G, PROMPTS, P, T = 16, 4, 8, 4, 6
+ROWS = PROMPTS * G
+FLEET = fleet.Fleet(
+  engine=fleet.Engine(routing=routing.Routing(jitter=0.3)),
+  broken=fleet.Engine(staleness=staleness.Staleness(stuck=True)),
+  broken_samples=2,
+)
+TRM = method.Method(max_kl=0.15)
+
+
+def settings(*methods, **sizes):
+  return update.Settings(
+    methods=methods or (TRM,),
+    policy=CONFIG,
+    samples=G,
+    temperature=0.9,
+    attention=attention.plain,
+    **sizes,
+  )
+
+
+@functools.cache
+def params(seed=0):
+  return jax.jit(lambda k: policy.init(k, CONFIG, V))(jax.random.key(seed))
+
+
+@functools.cache
+def rollout(score='decode', which=FLEET):
+  """A rollout with mismatch, lengths 1..T and rewards of both kinds."""
+  keys = jax.random.split(jax.random.key(7), 3)
+  prompts = jax.random.randint(keys[0], (PROMPTS, P), 0, V)
+  start = jax.random.randint(keys[1], (PROMPTS,), 0, P)
+  made = jax.jit(
+    lambda p, first: fleet.generate(
+      which, p, CONFIG, prompts, start, keys[2], samples=G, length=T, eos=3, pad=2, score=score,
+      version=jnp.int32(0), first=first, temperature=0.9,
+    )
+  )(params(), params(1))  # fmt: skip
+  reward = (jnp.arange(ROWS) * 7 % 5 < 2).astype(jnp.float32)
+  return dataclasses.replace(made, reward=reward)
+
+
+def batch(r=None, **fields):
+  return update.Batch(
+    **(
+      dict(rollout=r or rollout(), recomputed_logp=None, version_logp=None, reference_logits=None)
+      | fields
+    )  # fmt: skip
+  )
+
+
+def gradients(b, s, p=None, mesh=None, **extra):
+  """(loss, gradient as float64 NumPy leaves, report), optionally on a mesh."""
+
+  def go(p, b):
+    return update.gradients(
+      p, b, limit=jnp.float32(0.15), key=jax.random.key(1), settings=s, **extra
+    )
+
+  p = params() if p is None else p
+  if mesh is None:
+    loss, grads, report = jax.jit(go)(p, b)
+  else:
+    with jax.set_mesh(sharding.make_mesh(*mesh)):
+      shapes = jax.eval_shape(lambda k: policy.init(k, CONFIG, V), jax.random.key(0))
+      p = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding.spec), p, shapes)
+      b = jax.tree.map(lambda x: jax.device_put(x, jax.P('data')), b)
+      loss, grads, report = jax.jit(go)(p, b)
+  return float(loss), [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)], report
+
+
+def assert_close(got, want, relative=1e-5):
+  scale = max(np.abs(g).max() for g in want[1])
+  assert scale > 1e-3
+  assert abs(got[0] - want[0]) <= relative * max(1, abs(want[0]))
+  for a, b in zip(got[1], want[1], strict=True):
+    assert np.abs(a - b).max() <= relative * scale
+
+
+METHODS = {
+  'trm': TRM,
+  'accepted, mean, penalty': method.Method(
+    max_kl=0.15, reduce_tokens='mean', normalize_by='accepted', kl_coefficient=0.3,
+    baseline_pool='loo_accepted', advantage='centred',
+  ),
+  'penalty on kept rows': method.Method(
+    mean_kl=0.05, reduce_tokens='constant', kl_coefficient=0.3, kl_scope='kept'
+  ),
+  'clip': method.Method(surrogate='clip', max_tv=0.3),
+}  # fmt: skip
+
+
+@functools.cache
+def reference_logits():
+  def scores(p, r):
+    return policy.logits(p, sampling.score(p, CONFIG, r)[0])
+
+  return jax.jit(scores)(params(2), rollout())
+
+
+def batch_for(m):
+  return batch(reference_logits=reference_logits() if m.kl_coefficient else None)
+
+
+@functools.cache
+def whole(name):
+  m = METHODS[name]
+  return gradients(batch_for(m), settings(m))
+
+
+def test_the_reference_case_bites():
+  report = whole('trm')[2]
+  assert 0 < report.keep.sum() < ROWS
+  assert report.finite and report.accepted
+  assert report.route_flips > 0
+
+
+@pytest.mark.parametrize('name', METHODS)
+@pytest.mark.parametrize('parts', [2, 4])
+def test_micro_batches_change_nothing(name, parts):
+  m = METHODS[name]
+  assert_close(gradients(batch_for(m), settings(m, microbatches=parts)), whole(name))
+
+
+@pytest.mark.parametrize('name', ['trm', 'accepted, mean, penalty'])
+@pytest.mark.parametrize('mesh', [(1, 1), (8, 1), (4, 2)])
+def test_meshes_change_nothing(name, mesh):
+  m = METHODS[name]
+  assert_close(gradients(batch_for(m), settings(m), mesh=mesh), whole(name))
+
+
+def test_micro_batches_on_a_mesh_change_nothing():
+  got = gradients(batch(), settings(TRM, microbatches=2), mesh=(4, 2))
+  assert_close(got, whole('trm'))
+
+
+def test_gradient_is_that_of_the_loss():
+  """Against finite differences of the loss along the gradient, mask held (it is detached)."""
+  b, s = batch(), settings(method.Method())
+  loss, grads, _ = gradients(b, s)
+  tree = jax.tree.structure(params())
+  norm = np.sqrt(sum((g**2).sum() for g in grads))
+  at = lambda h: jax.tree.unflatten(
+    tree,
+    [
+      x + jnp.float32(h / norm) * jnp.asarray(g, jnp.float32)
+      for x, g in zip(jax.tree.leaves(params()), grads, strict=True)
+    ],  # fmt: skip
+  )
+  slope = (gradients(b, s, at(1e-2))[0] - gradients(b, s, at(-1e-2))[0]) / 2e-2
+  assert abs(slope - norm) <= 2e-2 * norm
+
+
+def spoil(x, where, value):
+  where = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
+  return jnp.where(where, jnp.asarray(value, x.dtype), x)
+
+
+def bits(tree):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 1e30])
+def test_padding_content_changes_no_bit(value):
+  r, s = rollout(), settings()
+  pad = ~r.valid
+  assert pad.any()
+  slots = jnp.arange(P)[None] < r.start[:, None]
+  spoiled = dataclasses.replace(
+    r,
+    logits=spoil(r.logits, pad, value),
+    logp=spoil(r.logp, pad, value),
+    tokens=jnp.where(pad, 10**6, r.tokens),
+    prompts=jnp.where(slots, -7, r.prompts),
+  )
+  (loss, grads, report), (loss2, grads2, report2) = (gradients(batch(x), s) for x in (r, spoiled))
+  assert loss == loss2 and bits(grads) == bits(grads2)
+  one = update.summarise(jax.tree.map(lambda x: x[None], report))[0]
+  two = update.summarise(jax.tree.map(lambda x: x[None], report2))[0]
+  assert bits(one) == bits(two)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_rejected_rows_may_hold_anything(value):
+  """Rows with a violation stay rejected with NaN or inf in them; nothing else moves by a bit."""
+  r, s = rollout(), settings()
+  plain = gradients(batch(r), s)
+  out = ~np.asarray(plain[2].keep)
+  assert out.any() and not out.all()
+  rows = jnp.asarray(out)[:, None] & r.valid
+  spoiled = dataclasses.replace(
+    r, logits=spoil(r.logits, rows, value), logp=spoil(r.logp, rows, value)
+  )
+  got = gradients(batch(spoiled), s)
+  np.testing.assert_array_equal(got[2].keep, plain[2].keep)
+  assert got[0] == plain[0] and bits(got[1]) == bits(plain[1])
+  # What speaks of kept rows is untouched; the divergences of the spoiled rows are counted instead.
+  one, two = (update.summarise(jax.tree.map(lambda x: x[None], x[2]))[0] for x in (plain, got))
+  for name in ('loss', 'grad_norm', 'acceptance', 'ess', 'ratio/max', 'reward/kept', 'entropy'):
+    if name != 'entropy':
+      assert np.asarray(one[name]).tobytes() == np.asarray(two[name]).tobytes(), name
+  assert two['nonfinite_rows'] == out.sum()
+  assert all(np.isfinite(v) for k, v in two.items() if 'engine' not in k), two
+
+
+def test_identical_policies_are_accepted_and_the_mask_costs_no_bit():
+  r = rollout('replay', fleet.Fleet())
+  masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
+  free = gradients(batch(r), settings(method.Method()))
+  np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
+  assert masked[2].keep.all()
+  assert masked[0] == free[0] and bits(masked[1]) == bits(free[1])
+
+
+def test_without_replay_the_noise_is_far_below_any_limit():
+  report = gradients(batch(rollout('decode', fleet.Fleet())), settings(method.Method()))[2]
+  kl = np.asarray(report.scored.divergences.kl)[np.asarray(report.scored.valid)]
+  assert 0 < kl.max() < 1e-9
+
+
+def test_arms_of_one_program_equal_programs_of_one_arm():
+  arms = (TRM, method.Method(surrogate='clip'), method.Method(anchor='recomputed', weight='tis'))
+  for index, arm in enumerate(arms):
+    got = gradients(batch(), settings(*arms), chosen=jnp.int32(index))
+    assert_close(got, gradients(batch(), settings(arm)), 1e-6)
+
+
+def test_random_mask_is_one_permutation_on_every_mesh():
+  m = method.Method(max_kl=0.15, random_mask=True)
+  want = gradients(batch(), settings(m))
+  assert want[2].keep.sum() == whole('trm')[2].keep.sum()
+  assert_close(gradients(batch(), settings(m), mesh=(4, 2)), want)
+
+
+@pytest.mark.parametrize('missing, kept', [('reject', False), ('neutral', True), ('error', False)])
+def test_missing_log_probs(missing, kept):
+  r = rollout('replay', fleet.Fleet())
+  r = dataclasses.replace(r, logp=r.logp.at[5, 0].set(jnp.nan))
+  report = gradients(batch(r), settings(method.Method(missing=missing)))[2]
+  assert bool(report.keep[5]) is kept
+  assert report.keep.sum() == ROWS - (not kept)
+  assert bool(report.finite) is (missing != 'error')
+
+
+def state(optimizer):
+  p = params()
+  return update.TrainState(
+    step=jnp.int32(0), params=p, opt_state=optimizer.init(p), key=jax.random.key(0),
+    limit=jnp.float32(0.15), first=None, history=None,
+  )  # fmt: skip
+
+
+def test_no_accepted_row_or_a_bad_gradient_moves_nothing():
+  optimizer = optax.adam(1e-2)
+  begin = state(optimizer)
+  _, grads, report = jax.jit(
+    lambda p, b: update.gradients(
+      p, b, limit=begin.limit, key=jax.random.key(1), settings=settings()
+    )
+  )(begin.params, batch())
+  moved = update.apply_gradient(begin, grads, report, optimizer)
+  assert bits(moved.params) != bits(begin.params)
+  for field in ('accepted', 'finite'):
+    held = update.apply_gradient(
+      moved, grads, dataclasses.replace(report, **{field: jnp.bool_(False)}), optimizer
+    )
+    assert bits((held.params, held.opt_state)) == bits((moved.params, moved.opt_state))
+
+
+def test_minibatches_and_epochs_are_successive_steps():
+  optimizer = optax.sgd(0.05)
+  b = batch(recomputed_logp=rollout().logp)
+  s = settings(TRM, minibatches=2, epochs=2)
+  got, reports = jax.jit(
+    lambda st, b: update.update(
+      st, b, jax.random.key(1), update.Arm(), optimizer=optimizer, settings=s
+    )
+  )(state(optimizer), b)
+  assert reports.loss.shape == (4,)
+  want, minis = state(optimizer), update.split(b, 2, G)
+  for index in range(4):
+    mini = jax.tree.map(lambda x, i=index: x[i % 2], minis)
+    _, grads, report = update.gradients(
+      want.params, mini, limit=want.limit, key=jax.random.key(0), settings=settings()
+    )
+    want = update.apply_gradient(want, grads, report, optimizer)
+  for a, w in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
+    np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-6)
+
+
+def test_split_keeps_groups_whole():
+  parts = update.split(jnp.arange(24), 3, 2)
+  assert parts.shape == (3, 8)
+  np.testing.assert_array_equal(parts[1], [2, 3, 8, 9, 14, 15, 20, 21])
+
+
+def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
+  report = jax.tree.map(lambda x: x[None], whole('trm')[2])
+  begin = state(optax.sgd(1.0))
+  fixed = update.follow_limit(begin, report, update.Arm(), settings())
+  follow = method.Method(max_kl=0.15, accept=0.5)
+  moved = update.follow_limit(begin, report, update.Arm(), settings(follow))
+  assert fixed.limit == begin.limit
+  largest = np.where(report.scored.valid[0], report.scored.divergences.kl[0], 0).max(-1)
+  median = np.sort(largest)[(ROWS - 1) // 2]
+  np.testing.assert_allclose(moved.limit, 0.15**0.9 * median**0.1, rtol=1e-5)
