@@ -5,7 +5,7 @@ import pathlib
 import matplotlib
 
 matplotlib.use('Agg')
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 COLOURS = ['#4c566a', '#bf616a', '#d08770', '#b48ead', '#2e7d32', '#5e81ac', '#8f8f8f']
 

@@ -1,15 +1,16 @@
 """Does Trust Region Masking survive a rollout replica that missed its weight syncs?
 
-Half of the samples of each prompt come from an engine whose weights stay at RL step 0 for the whole
-run, and which does not know it. Six arms share warm start, prompts and random streams.
+Half of the samples of each prompt come from an engine whose weights stay at RL step 0 for the
+whole run, and which does not know it. Six arms share warm start, prompts and random streams.
 
-Claim under test: masking whole sequences by exact KL reaches what training without mismatch reaches,
-ignoring the mismatch does not, and *which* rows are dropped matters (random mask at the same rate).
+Claim under test: masking whole sequences by exact KL reaches what training without mismatch
+reaches, ignoring the mismatch does not, and *which* rows are dropped matters (random mask at the
+same rate).
 Falsified if: TRM is no better than the random mask, or ignoring the mismatch does no harm.
 Honest caveat: sequence-separable mismatch is the mask's natural ground; see the printed verdict.
 
-    python -m experiments.stuck_replica --directory runs/demo --seeds 3 --steps 80     # make demo
-    python -m experiments.stuck_replica --directory runs/stuck_replica --publish       # the README
+    make demo                                                # 3 seeds, 80 steps
+    python -m experiments.stuck_replica --publish            # 5 seeds, 200 steps: the README
 """
 
 import dataclasses

@@ -213,3 +213,8 @@ def test_groups_over_pmap():
   run = functools.partial(advantages.centred, group_size=G, pool='accepted')
   got = jax.pmap(run, axis_name='data')(rewards.reshape(8, G), keep.reshape(8, G))
   np.testing.assert_allclose(got.reshape(-1), run(rewards, keep), rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_pool_is_an_error():
+  with pytest.raises(InputError, match="pool='al'"):
+    advantages._pool_statistics(jnp.zeros(4), jnp.ones(4, bool), 2, 'al')

@@ -113,7 +113,9 @@ def test_one_run_from_the_command_line_interrupted_and_resumed(tmp_path):
 
 def fake_metrics(seeds=(0, 1, 2), steps=9):
   """Arms with known finals: clean .6, ignored .2, clip .55, tis .5, trm .6, random .4, by seed."""
-  finals = dict(zip([a.name for a in stuck_replica.ARMS], [0.6, 0.2, 0.55, 0.5, 0.6, 0.3], strict=True))  # fmt: skip
+  finals = dict(
+    zip([a.name for a in stuck_replica.ARMS], [0.6, 0.2, 0.55, 0.5, 0.6, 0.3], strict=True)
+  )
   found = {}
   for name, final in finals.items():
     for seed in seeds:
@@ -205,10 +207,9 @@ def test_arms_refuse_bad_counts(tmp_path):
 @pytest.mark.slow
 def test_whole_experiment_small(tmp_path):
   """All six arms over two worker processes, then a second call that only reads."""
-  line = (
-    f'{sys.executable} -m experiments.stuck_replica --directory {tmp_path / "e"} --seeds 2 --steps 3'
-    f' --data-dir {tmp_path / "data"} --warm-start.steps 3 --eval-prompts 16 --policy.layers 1'
-  ).split()
+  line = [sys.executable, '-m', 'experiments.stuck_replica', '--directory', str(tmp_path / 'e')]
+  line += ['--data-dir', str(tmp_path / 'data')]
+  line += ('--seeds 2 --steps 3 --warm-start.steps 3 --eval-prompts 16 --policy.layers 1').split()
   environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
   go = lambda *more: subprocess.run(
     [*line, *more], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900

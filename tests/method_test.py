@@ -128,10 +128,16 @@ def test_random_mask_keeps_as_many_rows_as_the_trust_region():
     )
     assert chosen.sum() == kept.sum()
   differs = [
-    (np.asarray(mt.keep(mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1),
-                        key=jax.random.key(k))) != kept).any()
+    (
+      np.asarray(
+        mt.keep(
+          mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1), key=jax.random.key(k)
+        )
+      )
+      != kept
+    ).any()
     for k in range(5)
-  ]  # fmt: skip
+  ]
   assert any(differs)
 
 

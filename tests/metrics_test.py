@@ -26,12 +26,21 @@ def case(seed=0):
   f32 = lambda x: jnp.asarray(x, jnp.float32)
   zeros = jnp.zeros((B, T), jnp.float32)
   scored = Scored(
-    logp=zeros, rollout_logp=zeros, recomputed_logp=zeros, version_logp=zeros,
+    logp=zeros,
+    rollout_logp=zeros,
+    recomputed_logp=zeros,
+    version_logp=zeros,
     divergences=Divergences(**{k: f32(v) for k, v in arrays.items()}),
-    usable=jnp.ones(B, bool), valid=jnp.asarray(valid), reward=f32(reward),
+    usable=jnp.ones(B, bool),
+    valid=jnp.asarray(valid),
+    reward=f32(reward),
     engine=jnp.asarray(np.arange(B) % 2, jnp.int32),
-  )  # fmt: skip
-  return scored, jnp.asarray(keep), arrays | {'valid': valid, 'keep': keep, 'reward': reward, 'lengths': lengths}  # fmt: skip
+  )
+  return (
+    scored,
+    jnp.asarray(keep),
+    arrays | {'valid': valid, 'keep': keep, 'reward': reward, 'lengths': lengths},
+  )
 
 
 def test_against_numpy():

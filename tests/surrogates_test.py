@@ -1,6 +1,7 @@
 """trm_jax.surrogates: objectives per token and their aggregation under masks."""
 
 import functools
+import inspect
 import itertools
 import math
 
@@ -476,3 +477,11 @@ def test_rows_split_over_a_named_axis(mapped):
   # Every device holds the same means.
   for leaf in jax.tree.leaves(run(*(y.reshape(8, 1, *y.shape[1:]) for y in x))):
     np.testing.assert_array_equal(leaf, leaf[0] + jnp.zeros(8))
+
+
+@pytest.mark.parametrize('switch', [dict(reduce_tokens='avg'), dict(normalize_by='kept')])
+def test_unknown_switch_is_an_error(switch):
+  # The type hook of the tests would object first; users do not have it.
+  unchecked = inspect.unwrap(surrogates.aggregate)
+  with pytest.raises(InputError, match=next(iter(switch))):
+    unchecked(jnp.zeros((2, 2)), jnp.ones((2, 2), bool), jnp.ones(2, bool), **switch)

@@ -1,4 +1,4 @@
-"""The program and the loop: settings that are refused, resume bit for bit, failures that lose nothing."""
+"""The program and the loop: what is refused, resume bit for bit, failures that lose nothing."""
 
 import dataclasses
 import functools
@@ -14,7 +14,9 @@ from trm_jax import loop, method, policy, recording, tasks, train, update
 from trm_jax.mismatch import fleet, staleness
 from trm_jax.types import InputError, NonFiniteError
 
-TINY = policy.PolicyConfig(width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2)  # fmt: skip
+TINY = policy.PolicyConfig(
+  width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
+)
 # Everything that has a state of its own: history, followed limit, minibatches, epochs.
 CONFIG = train.Config(
   steps=7,
@@ -101,9 +103,23 @@ def test_rows_of_a_run(whole):
   metrics, (step, _, _) = whole
   assert [row['step'] for row in metrics] == list(range(8)) and step == 7
   assert [r['step'] for r in metrics if 'accuracy/greedy' in r] == [0, 3, 6, 7]
-  assert {'reward', 'acceptance', 'kl/mean', 'kl/median', 'kl/p90', 'kl/max', 'tv/max', 'ratio/max',
-          'ess', 'entropy', 'grad_norm', 'reward/kept', 'reward/rejected', 'limit',
-          'acceptance/length_q4'} <= set(metrics[3])  # fmt: skip
+  assert {
+    'reward',
+    'acceptance',
+    'kl/mean',
+    'kl/median',
+    'kl/p90',
+    'kl/max',
+    'tv/max',
+    'ratio/max',
+    'ess',
+    'entropy',
+    'grad_norm',
+    'reward/kept',
+    'reward/rejected',
+    'limit',
+    'acceptance/length_q4',
+  } <= set(metrics[3])
   assert len({row['limit'] for row in metrics[1:]}) > 3  # the limit follows
   assert metrics[5]['kl/engine1'] > 1e-6 > metrics[5]['kl/engine0'] * 1e-3
   assert all(row['nonfinite_rows'] == 0 for row in metrics[1:])
@@ -279,7 +295,16 @@ def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
   with pytest.raises(InputError, match='response_length=8'):
     train.build(dataclasses.replace(CONFIG, response_length=8))
   with pytest.raises(InputError, match='16 devices'):
-    train.build(dataclasses.replace(CONFIG, mesh='16,1', prompts=64, minibatches=1, eval_prompts=16, warm_start=train.WarmStart(batch=16)))  # fmt: skip
+    train.build(
+      dataclasses.replace(
+        CONFIG,
+        mesh='16,1',
+        prompts=64,
+        minibatches=1,
+        eval_prompts=16,
+        warm_start=train.WarmStart(batch=16),
+      )
+    )
   with pytest.raises(InputError, match='no.such.module'):
     train.build(dataclasses.replace(CONFIG, task='no.such.module'))
 

@@ -12,7 +12,9 @@ import pytest
 from trm_jax import attention, method, policy, sampling, sharding, update
 from trm_jax.mismatch import fleet, routing, staleness
 
-CONFIG = policy.PolicyConfig(width=16, layers=2, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2)  # fmt: skip
+CONFIG = policy.PolicyConfig(
+  width=16, layers=2, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
+)
 V, G, PROMPTS, P, T = 16, 4, 8, 4, 6
 ROWS = PROMPTS * G
 FLEET = fleet.Fleet(
@@ -47,10 +49,22 @@ def rollout(score='decode', which=FLEET):
   start = jax.random.randint(keys[1], (PROMPTS,), 0, P)
   made = jax.jit(
     lambda p, first: fleet.generate(
-      which, p, CONFIG, prompts, start, keys[2], samples=G, length=T, eos=3, pad=2, score=score,
-      version=jnp.int32(0), first=first, temperature=0.9,
+      which,
+      p,
+      CONFIG,
+      prompts,
+      start,
+      keys[2],
+      samples=G,
+      length=T,
+      eos=3,
+      pad=2,
+      score=score,
+      version=jnp.int32(0),
+      first=first,
+      temperature=0.9,
     )
-  )(params(), params(1))  # fmt: skip
+  )(params(), params(1))
   reward = (jnp.arange(ROWS) * 7 % 5 < 2).astype(jnp.float32)
   return dataclasses.replace(made, reward=reward)
 
@@ -60,7 +74,7 @@ def batch(r=None, **fields):
     **(
       dict(rollout=r or rollout(), recomputed_logp=None, version_logp=None, reference_logits=None)
       | fields
-    )  # fmt: skip
+    )
   )
 
 
@@ -95,14 +109,18 @@ def assert_close(got, want, relative=1e-5):
 METHODS = {
   'trm': TRM,
   'accepted, mean, penalty': method.Method(
-    max_kl=0.15, reduce_tokens='mean', normalize_by='accepted', kl_coefficient=0.3,
-    baseline_pool='loo_accepted', advantage='centred',
+    max_kl=0.15,
+    reduce_tokens='mean',
+    normalize_by='accepted',
+    kl_coefficient=0.3,
+    baseline_pool='loo_accepted',
+    advantage='centred',
   ),
   'penalty on kept rows': method.Method(
     mean_kl=0.05, reduce_tokens='constant', kl_coefficient=0.3, kl_scope='kept'
   ),
   'clip': method.Method(surrogate='clip', max_tv=0.3),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -160,7 +178,7 @@ def test_gradient_is_that_of_the_loss():
     [
       x + jnp.float32(h / norm) * jnp.asarray(g, jnp.float32)
       for x, g in zip(jax.tree.leaves(params()), grads, strict=True)
-    ],  # fmt: skip
+    ],
   )
   slope = (gradients(b, s, at(1e-2))[0] - gradients(b, s, at(-1e-2))[0]) / 2e-2
   assert abs(slope - norm) <= 2e-2 * norm
@@ -260,9 +278,14 @@ def test_missing_log_probs(missing, kept):
 def state(optimizer):
   p = params()
   return update.TrainState(
-    step=jnp.int32(0), params=p, opt_state=optimizer.init(p), key=jax.random.key(0),
-    limit=jnp.float32(0.15), first=None, history=None,
-  )  # fmt: skip
+    step=jnp.int32(0),
+    params=p,
+    opt_state=optimizer.init(p),
+    key=jax.random.key(0),
+    limit=jnp.float32(0.15),
+    first=None,
+    history=None,
+  )
 
 
 def test_no_accepted_row_or_a_bad_gradient_moves_nothing():

@@ -25,6 +25,8 @@ Pool = Literal['all', 'accepted', 'loo', 'loo_accepted']
 
 def _pool_statistics(rewards, keep, group_size, pool):
   """(reward - mean of the pool, variance of the pool) per row, [group, row]; 0 if it is empty."""
+  if pool not in ('all', 'accepted', 'loo', 'loo_accepted'):
+    raise InputError(f"pool={pool!r} is not 'all', 'accepted', 'loo' or 'loo_accepted'.")
   if group_size < 2:
     raise InputError(
       f'group_size={group_size} leaves nothing to compare a sample with; use at least 2 samples'

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax import policy, recording, sharding, tasks, update
+from trm_jax import policy, recording, tasks, update
 from trm_jax.sharding import DATA
 from trm_jax.train import Program
 from trm_jax.types import InputError, NonFiniteError
@@ -236,8 +236,8 @@ def run(
 def _why_not_finite(step, scalars, flags, path) -> str:
   if scalars['missing_tokens'] > 0:
     return (
-      f'step {step}: the engine reported no log-prob for {int(scalars["missing_tokens"])} tokens and'
-      " method.missing is 'error'; mend the engine or choose 'reject' or 'neutral'."
+      f'step {step}: the engine reported no log-prob for {int(scalars["missing_tokens"])} tokens'
+      " and method.missing is 'error'; mend the engine or choose 'reject' or 'neutral'."
     )
   bad = np.flatnonzero(flags['bad_rows']).tolist()
   where = f'in rows {bad[:16]}' if bad else 'in the gradient only'

@@ -1,8 +1,8 @@
 """What a training step reports: scalars from the per-token statistics of a whole batch.
 
-Rows of all updates are pooled. Divergences are those of *all* rows, rejected ones included: what the
-mask hides must stay visible. Ratio and effective sample size speak of the kept rows. Values that are
-not finite are counted (`nonfinite_rows`), not averaged.
+Rows of all updates are pooled. Divergences are those of *all* rows, rejected ones included: what
+the mask hides must stay visible. Ratio and effective sample size speak of the kept rows. Values
+that are not finite are counted (`nonfinite_rows`), not averaged.
 """
 
 import jax

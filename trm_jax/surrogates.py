@@ -100,6 +100,10 @@ def aggregate(
   TRM's own: the estimator stays unbiased for the masked objective) or the rows that keep a token
   (`accepted`). `keep` is [B] for sequence criteria or [B, T]. Rejected entries add exactly 0.
   """
+  if reduce_tokens not in ('sum', 'mean', 'constant'):
+    raise InputError(f"reduce_tokens={reduce_tokens!r} is not 'sum', 'mean' or 'constant'.")
+  if normalize_by not in ('total', 'accepted'):
+    raise InputError(f"normalize_by={normalize_by!r} is not 'total' or 'accepted'.")
   if keep.ndim == 1:
     keep = jnp.broadcast_to(keep[:, None], valid.shape)
   rows = jnp.where(valid & keep, per_token, 0).sum(-1)
