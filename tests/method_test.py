@@ -79,10 +79,10 @@ CHOICES = [
   dict(anchor='recomputed', weight='tis', max_ratio=1.2),
   dict(surrogate='decoupled', anchor='version', clip_low=0.1, clip_high=0.3),
 ]
-MASKS = [dict(), dict(max_kl=0.25), dict(max_kl=0.25, mean_kl=0.09), dict(max_tv=0.25, max_k2=0.4)]
+MASKS = [dict(), dict(max_kl=0.25), dict(max_kl=0.25, mean_kl=0.13), dict(max_tv=0.25, max_k2=0.4)]
 
 
-@pytest.mark.parametrize('choice, mask', itertools.product(CHOICES, MASKS))
+@pytest.mark.parametrize('choice, mask', list(itertools.product(CHOICES, MASKS)))
 def test_any_surrogate_goes_with_any_mask(choice, mask):
   s, method = scored(), mt.Method(**choice, **mask)
   mean, kept, _ = objective(method, s)
@@ -93,7 +93,7 @@ def test_any_surrogate_goes_with_any_mask(choice, mask):
   if 'max_kl' in mask:
     want &= top(kl) <= 0.25
   if 'mean_kl' in mask:
-    want &= np.where(valid, kl, 0).sum(-1) / valid.sum(-1) <= 0.09
+    want &= np.where(valid, kl, 0).sum(-1) / valid.sum(-1) <= 0.13
   if 'max_tv' in mask:
     want &= (top(tv) <= 0.25) & (top(lr**2 / 2) <= 0.4)
   if mask:

@@ -268,7 +268,7 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(microbatches=8), 'microbatches'),
     (dict(mesh='1,3'), 'kv_heads'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
-    (dict(eval_prompts=7, mesh='4,1'), 'eval_prompts'),
+    (dict(eval_prompts=7, mesh='2,1'), 'eval_prompts'),
   ],
 )
 def test_bad_settings_are_named(setting, word):

@@ -233,7 +233,9 @@ def test_rejected_rows_may_hold_anything(value):
     if name != 'entropy':
       assert np.asarray(one[name]).tobytes() == np.asarray(two[name]).tobytes(), name
   assert two['nonfinite_rows'] == out.sum()
-  assert all(np.isfinite(v) for k, v in two.items() if 'engine' not in k), two
+  for name, x in one.items():  # nothing that was a number becomes NaN or inf
+    if 'engine1' not in name:
+      assert np.isfinite(two[name]) or not np.isfinite(x), name
 
 
 def test_identical_policies_are_accepted_and_the_mask_costs_no_bit():
@@ -329,6 +331,7 @@ def test_minibatches_and_epochs_are_successive_steps():
 def test_split_keeps_groups_whole():
   parts = update.split(jnp.arange(24), 3, 2)
   assert parts.shape == (3, 8)
+  np.testing.assert_array_equal(update.merge(parts, 2), jnp.arange(24))
   np.testing.assert_array_equal(parts[1], [2, 3, 8, 9, 14, 15, 20, 21])
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trm_jax import policy, recording, tasks, update
+from trm_jax.progress import Display
 from trm_jax.sharding import DATA
 from trm_jax.train import Program
 from trm_jax.types import InputError, NonFiniteError
@@ -103,7 +104,7 @@ def settings(program: Program, **extra: Any) -> dict[str, Any]:
 
 
 def warm_start(
-  program: Program, directory: str | os.PathLike, *, progress: recording.Progress | None = None
+  program: Program, directory: str | os.PathLike, *, progress: Display | None = None
 ) -> policy.Params:
   """Parameters after the supervised warm start, computed once per directory and then reused.
 
@@ -164,7 +165,7 @@ def run(
   arm: update.Arm | None = None,
   label: str = 'rl',
   resume: bool = False,
-  progress: recording.Progress | None = None,
+  progress: Display | None = None,
 ) -> list[dict[str, float]]:
   """Reinforcement learning from `params`; returns the recorded metrics, one dict a step.
 

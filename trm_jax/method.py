@@ -13,6 +13,7 @@ differentiates. The masking and the surrogate are independent: any surrogate goe
 
 import dataclasses
 import functools
+import typing
 from typing import Literal
 
 import jax
@@ -116,6 +117,7 @@ class Method:
     return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scored:

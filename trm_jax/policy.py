@@ -15,6 +15,7 @@ the KV cache and router scores; a hook that is None is not traced at all.
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,7 @@ class Hooks:
   router: Callable[[Array, Array, Array], Array] | None = None
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -114,6 +116,7 @@ class Cache:
   v: Float[Array, 'N B L H C']
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:

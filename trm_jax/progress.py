@@ -3,9 +3,20 @@
 import datetime
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import tqdm
+
+
+@runtime_checkable
+class Display(Protocol):
+  """Where a loop reports its steps: a `Progress`, or something that passes them on."""
+
+  def update(self, step: int, **shown: Any) -> None:
+    """Reports that `step` is done, with values worth showing."""
+
+  def close(self) -> None:
+    """Nothing more will come."""
 
 
 class Progress:

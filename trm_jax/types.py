@@ -18,6 +18,7 @@ Non-finite values: NaN means "missing", inf is a real violation of the trust reg
 """
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class NonFiniteError(FloatingPointError):
   """A loss or gradient was not finite; names the step and the rows (exit code 1)."""
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
@@ -53,6 +55,7 @@ class Mean:
     return self if axis_name is None else jax.lax.psum(self, axis_name)
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
@@ -88,6 +91,7 @@ class Rollout:
   reward: Float[Array, 'B']
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Divergences:

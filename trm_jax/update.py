@@ -10,6 +10,7 @@ loss run inside one `shard_map` block; differentiation is outside it.
 
 import dataclasses
 import functools
+import typing
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import Mean, Rollout
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arm:
@@ -34,6 +36,7 @@ class Arm:
   strength: Float[Array, ''] | float = 1.0
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -57,6 +60,7 @@ class TrainState:
   history: policy.Params | None
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -68,6 +72,7 @@ class Batch:
   reference_logits: Float[Array, 'B T V'] | None
 
 
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -107,6 +112,17 @@ def split(tree, parts: int, group: int):
     x = x.reshape(-1, parts, group, *x.shape[1:])
     x = jnp.moveaxis(x, 1, 0)
     return x.reshape(parts, -1, *x.shape[3:])
+
+  return jax.tree.map(one, tree)
+
+
+def merge(tree, group: int):
+  """The inverse of `split`: [parts, b, ...] -> [parts * b, ...] in the original row order."""
+
+  def one(x):
+    parts = x.shape[0]
+    x = jnp.moveaxis(x.reshape(parts, -1, group, *x.shape[2:]), 0, 1)
+    return x.reshape(parts * x.shape[0] * group, *x.shape[3:])
 
   return jax.tree.map(one, tree)
 
@@ -199,8 +215,12 @@ def _judge_over_mesh(settings: Settings):
 
   def over_mesh(logits, batch, limit, key, chosen):
     replace = dataclasses.replace
-    split_vocabulary = sharding.reshard(batch.rollout.logits, DATA, None, MODEL)
-    batch = replace(batch, rollout=replace(batch.rollout, logits=split_vocabulary))
+    by_vocabulary = lambda x: sharding.reshard(x, DATA, None, MODEL)
+    batch = replace(
+      batch,
+      rollout=replace(batch.rollout, logits=by_vocabulary(batch.rollout.logits)),
+      reference_logits=by_vocabulary(batch.reference_logits),
+    )
     specs = jax.tree.map(lambda _: rows, batch)
     specs = replace(specs, rollout=replace(specs.rollout, logits=scores))
     if batch.reference_logits is not None:
@@ -267,8 +287,7 @@ def gradients(
   scale[1] = -coefficient * scale[1]
   gradient = jax.tree.map(lambda *g: sum(s * x for s, x in zip(scale, g, strict=False)), *grads)
 
-  scored, kept, missing, routes = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
-  rollout = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), micro.rollout)
+  scored, kept, missing, routes = merge(rows, settings.samples)
   norm = optax.global_norm(gradient)
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
   if any(m.missing == 'error' for m in settings.methods):
@@ -277,7 +296,7 @@ def gradients(
     scored=scored,
     keep=kept,
     missing=missing,
-    route_flips=_route_flips(rollout, routes),
+    route_flips=_route_flips(batch.rollout, routes),
     loss=loss,
     grad_norm=norm,
     finite=finite,
@@ -357,7 +376,7 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
 
 def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
   """(scalars of the step, rows with a non-finite log-prob or loss) from stacked reports."""
-  flat = lambda x: sharding.reshard(x.reshape(-1, *x.shape[2:]))
+  flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
   scored, keep, missing = (
     jax.tree.map(flat, t) for t in (reports.scored, reports.keep, reports.missing)
   )
