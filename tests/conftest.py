@@ -16,9 +16,13 @@ atexit.register(shutil.rmtree, os.environ['TFDS_DATA_DIR'], ignore_errors=True)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Compiling takes most of the time of these tests. What must hold of optimised code as well takes the
+# fixture `optimised`, and the command-line tests run programs as users do.
+jax.config.update('jax_disable_most_optimizations', True)
 
 SHARED = {
   'deadline': None,
@@ -30,3 +34,13 @@ hypothesis.settings.register_profile('quick', max_examples=25, **SHARED)
 hypothesis.settings.register_profile('thorough', max_examples=10_000, **SHARED)
 # `--hypothesis-profile=thorough` is read later and wins.
 hypothesis.settings.load_profile('quick')
+
+
+@pytest.fixture
+def optimised():
+  """Compiles as users do, for the functions first compiled inside the test."""
+  jax.config.update('jax_disable_most_optimizations', False)
+  jax.clear_caches()
+  yield
+  jax.config.update('jax_disable_most_optimizations', True)
+  jax.clear_caches()

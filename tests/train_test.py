@@ -19,6 +19,7 @@ TINY = policy.PolicyConfig(
 )
 # Everything that has a state of its own: history, followed limit, minibatches, epochs.
 CONFIG = train.Config(
+  task='toy_task',
   steps=7,
   prompts=4,
   samples=4,
@@ -121,7 +122,7 @@ def test_rows_of_a_run(whole):
     'acceptance/length_q4',
   } <= set(metrics[3])
   assert len({row['limit'] for row in metrics[1:]}) > 3  # the limit follows
-  assert metrics[5]['kl/engine1'] > 1e-6 > metrics[5]['kl/engine0'] * 1e-3
+  assert metrics[5]['kl/engine1'] > metrics[5]['kl/engine0'] > 0
   assert all(row['nonfinite_rows'] == 0 for row in metrics[1:])
 
 
@@ -309,30 +310,29 @@ def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
     train.build(dataclasses.replace(CONFIG, task='no.such.module'))
 
 
-def test_mesh_flag_changes_nothing_but_rounding(tmp_path):
-  """`--mesh 8,1` and `4,2` against `1,1` through the whole program: rollout, reward, update."""
-  found = {}
-  for mesh in ('1,1', '8,1', '4,2'):
+@pytest.mark.parametrize('mesh', [pytest.param('8,1', marks=pytest.mark.slow), '4,2'])
+def test_mesh_flag_changes_nothing_but_rounding(mesh):
+  """`--mesh` against '1,1' through the whole step: rollout, reward, update."""
+  found = []
+  for layout in ('1,1', mesh):
     config = dataclasses.replace(
       CONFIG,
-      mesh=mesh,
+      mesh=layout,
       prompts=8,
       minibatches=1,
       epochs=1,
       fleet=fleet.Fleet(),
       method=method.Method(max_kl=0.1),
-      warm_start=train.WarmStart(steps=0, batch=8),
     )
     built = train.build(config)
     with jax.set_mesh(built.mesh):
       state = built.start(built.init(jax.random.key(0)), jax.random.key(1))
       batch = loop.rows(next(loop.prompts(built, 'train', 8, seed=0)))
       state, scalars, flags = built.step(state, update.Arm(jnp.int32(0), jnp.float32(1)), *batch)
-      accuracy = built.evaluate(state.params, *batch, jax.random.key(2))
-    assert flags['finite']
-    found[mesh] = [np.asarray(x) for x in jax.tree.leaves(state.params)], scalars, accuracy
-  for mesh in ('8,1', '4,2'):
-    for name in ('length', 'acceptance', 'entropy', 'reward'):
-      np.testing.assert_allclose(found[mesh][1][name], found['1,1'][1][name], rtol=1e-5)
-    for a, b in zip(found[mesh][0], found['1,1'][0], strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-4)
+    assert flags['finite'] and scalars['grad_norm'] > 0.01
+    found.append(([np.asarray(x) for x in jax.tree.leaves(state.params)], scalars))
+  (params, scalars), (meshed, meshed_scalars) = found
+  for name in ('length', 'acceptance', 'entropy', 'reward', 'grad_norm'):
+    np.testing.assert_allclose(meshed_scalars[name], scalars[name], rtol=1e-4)
+  for a, b in zip(meshed, params, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-4)

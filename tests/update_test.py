@@ -78,23 +78,28 @@ def batch(r=None, **fields):
   )
 
 
-def gradients(b, s, p=None, mesh=None, **extra):
+@functools.cache
+def compiled(s):
+  """One program per setting; jax keeps one executable of it per layout."""
+
+  def go(p, b, chosen):
+    limit, key = jnp.float32(0.15), jax.random.key(1)
+    return update.gradients(p, b, limit=limit, key=key, chosen=chosen, settings=s)
+
+  return jax.jit(go)
+
+
+def gradients(b, s, p=None, mesh=None, chosen=0):
   """(loss, gradient as float64 NumPy leaves, report), optionally on a mesh."""
-
-  def go(p, b):
-    return update.gradients(
-      p, b, limit=jnp.float32(0.15), key=jax.random.key(1), settings=s, **extra
-    )
-
-  p = params() if p is None else p
+  p, chosen = params() if p is None else p, jnp.int32(chosen)
   if mesh is None:
-    loss, grads, report = jax.jit(go)(p, b)
+    loss, grads, report = compiled(s)(p, b, chosen)
   else:
     with jax.set_mesh(sharding.make_mesh(*mesh)):
       shapes = jax.eval_shape(lambda k: policy.init(k, CONFIG, V), jax.random.key(0))
       p = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding.spec), p, shapes)
       b = jax.tree.map(lambda x: jax.device_put(x, jax.P('data')), b)
-      loss, grads, report = jax.jit(go)(p, b)
+      loss, grads, report = compiled(s)(p, b, chosen)
   return float(loss), [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)], report
 
 
@@ -238,8 +243,14 @@ def test_rejected_rows_may_hold_anything(value):
       assert np.isfinite(two[name]) or not np.isfinite(x), name
 
 
-def test_identical_policies_are_accepted_and_the_mask_costs_no_bit():
-  r = rollout('replay', fleet.Fleet())
+@pytest.mark.parametrize('as_users_compile', [False, True])
+def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(request, as_users_compile):
+  make = rollout
+  if as_users_compile:
+    request.getfixturevalue('optimised')
+    make = rollout.__wrapped__  # not the one compiled without optimisation
+    compiled.cache_clear()
+  r = make('replay', fleet.Fleet())
   masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
   free = gradients(batch(r), settings(method.Method()))
   np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
@@ -256,7 +267,7 @@ def test_without_replay_the_noise_is_far_below_any_limit():
 def test_arms_of_one_program_equal_programs_of_one_arm():
   arms = (TRM, method.Method(surrogate='clip'), method.Method(anchor='recomputed', weight='tis'))
   for index, arm in enumerate(arms):
-    got = gradients(batch(), settings(*arms), chosen=jnp.int32(index))
+    got = gradients(batch(), settings(*arms), chosen=index)
     assert_close(got, gradients(batch(), settings(arm)), 1e-6)
 
 
@@ -293,11 +304,7 @@ def state(optimizer):
 def test_no_accepted_row_or_a_bad_gradient_moves_nothing():
   optimizer = optax.adam(1e-2)
   begin = state(optimizer)
-  _, grads, report = jax.jit(
-    lambda p, b: update.gradients(
-      p, b, limit=begin.limit, key=jax.random.key(1), settings=settings()
-    )
-  )(begin.params, batch())
+  _, grads, report = compiled(settings())(begin.params, batch(), 0)
   moved = update.apply_gradient(begin, grads, report, optimizer)
   assert bits(moved.params) != bits(begin.params)
   for field in ('accepted', 'finite'):
@@ -320,9 +327,7 @@ def test_minibatches_and_epochs_are_successive_steps():
   want, minis = state(optimizer), update.split(b, 2, G)
   for index in range(4):
     mini = jax.tree.map(lambda x, i=index: x[i % 2], minis)
-    _, grads, report = update.gradients(
-      want.params, mini, limit=want.limit, key=jax.random.key(0), settings=settings()
-    )
+    _, grads, report = compiled(settings())(want.params, mini, 0)
     want = update.apply_gradient(want, grads, report, optimizer)
   for a, w in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
     np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-6)

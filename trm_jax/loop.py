@@ -166,7 +166,7 @@ def run(
   label: str = 'rl',
   resume: bool = False,
   progress: Display | None = None,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
   """Reinforcement learning from `params`; returns the recorded metrics, one dict a step.
 
   Row k holds the metrics of RL step k (counted from 1) and, where it was evaluated, the accuracy of
@@ -235,7 +235,7 @@ def run(
 
 
 def _why_not_finite(step, scalars, flags, path) -> str:
-  if scalars['missing_tokens'] > 0:
+  if np.isfinite(scalars['loss']) and np.isfinite(scalars['grad_norm']):
     return (
       f'step {step}: the engine reported no log-prob for {int(scalars["missing_tokens"])} tokens'
       " and method.missing is 'error'; mend the engine or choose 'reject' or 'neutral'."

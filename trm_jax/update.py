@@ -375,7 +375,7 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
 
 
 def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
-  """(scalars of the step, rows with a non-finite log-prob or loss) from stacked reports."""
+  """(scalars of the step, rows whose policy log-probs are not finite) from stacked reports."""
   flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
   scored, keep, missing = (
     jax.tree.map(flat, t) for t in (reports.scored, reports.keep, reports.missing)
@@ -388,5 +388,5 @@ def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array,
   }
   if reports.route_flips is not None:
     scalars['route_flips'] = reports.route_flips.mean()
-  bad = ~jnp.isfinite(jnp.where(scored.valid & keep[:, None], scored.logp, 0)).all(-1)
+  bad = ~jnp.isfinite(jnp.where(scored.valid, scored.logp, 0)).all(-1)
   return scalars, bad
