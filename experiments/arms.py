@@ -15,10 +15,12 @@ import pathlib
 import queue
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from experiments.report import Metrics
 from trm_jax import loop, method, recording, tasks, train, update
 from trm_jax.types import InputError
 
@@ -53,18 +55,18 @@ def _cores(workers: int) -> list[int | None]:
   return [cores[i % len(cores)] for i in range(workers)]
 
 
-_PROGRAMS: dict[int, train.Program] = {}
-_REPORT: Any = None
+_PROGRAMS: dict[tuple, train.Program] = {}
+_REPORT: Callable[[tuple, int], None]
 
 
 class _Remote:
-  """Stands for `recording.Progress` inside a worker: sends each step to the parent."""
+  """Passes each step of a run on to whoever shows the progress of all."""
 
   def __init__(self, job: tuple):
     self.job = job
 
   def update(self, step: int, **shown: Any) -> None:
-    _REPORT.put((self.job, step, shown))
+    _REPORT(self.job, step)
 
   def close(self) -> None:
     pass
@@ -72,7 +74,7 @@ class _Remote:
 
 def _start_worker(report, cores) -> None:
   global _REPORT
-  _REPORT = report
+  _REPORT = lambda job, step: report.put((job, step))
   core = cores.get()
   if core is not None:
     os.sched_setaffinity(0, {core})  # XLA sizes its thread pool by the cores it may use
@@ -87,11 +89,11 @@ def _start_worker(report, cores) -> None:
 
 
 def _program(config: train.Config, arms: tuple[Arm, ...]) -> train.Program:
-  """This worker's program for a seed; the compiled functions are shared between seeds."""
-  if not _PROGRAMS:
-    _PROGRAMS[config.seed] = train.build(config, tuple(arm.method for arm in arms))
-  known = next(iter(_PROGRAMS.values()))
-  return _PROGRAMS.setdefault(config.seed, dataclasses.replace(known, config=config))
+  """This process's program; the compiled functions are shared between seeds."""
+  shape = (dataclasses.replace(config, seed=0), arms)
+  if shape not in _PROGRAMS:
+    _PROGRAMS[shape] = train.build(config, tuple(arm.method for arm in arms))
+  return dataclasses.replace(_PROGRAMS[shape], config=config)
 
 
 def _warm(config: train.Config, arms: tuple[Arm, ...], directory: pathlib.Path) -> None:
@@ -102,7 +104,7 @@ def _warm(config: train.Config, arms: tuple[Arm, ...], directory: pathlib.Path) 
 
 def _run(
   config: train.Config, arms: tuple[Arm, ...], index: int, directory: pathlib.Path
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
   program, arm = _program(config, arms), arms[index]
   # Finished before: this only reads the parameters back.
   params = loop.warm_start(program, directory / 'warm_start', progress=_Remote((config.seed, None)))
@@ -124,7 +126,7 @@ def run_all(
   seeds: int,
   directory: pathlib.Path,
   workers: int | None = None,
-) -> dict[tuple[str, int], list[dict[str, float]]]:
+) -> Metrics:
   """Metrics of every (arm name, seed); seeds count up from `config.seed`.
 
   Raises InputError for fewer than one seed or worker; whatever a run raises is raised here.
@@ -140,8 +142,35 @@ def run_all(
   folders = [directory / f'seed{c.seed}' for c in configs]
   total = seeds * (config.warm_start.steps + len(arms) * config.steps)
   progress = recording.Progress(total, directory.name)
+  spread = _in_turn if workers == 1 else _over_processes
+  found = spread(configs, arms, folders, workers, progress)
+  progress.close()
+  return found
+
+
+def _in_turn(configs, arms, folders, workers, progress) -> Metrics:
+  """One run after the other in this process: an accelerator belongs to one process."""
+  del workers
+  global _REPORT
   done: dict[tuple, int] = {}
-  found: dict[tuple[str, int], list] = {}
+  found: Metrics = {}
+
+  def report(job, step):
+    done[job] = step
+    progress.update(sum(done.values()), runs=f'{len(found)} of {len(configs) * len(arms)}')
+
+  _REPORT = report
+  for config, folder in zip(configs, folders, strict=True):
+    for index, arm in enumerate(arms):
+      found[arm.name, config.seed] = _run(config, arms, index, folder)
+      done[config.seed, None], done[config.seed, index] = config.warm_start.steps, config.steps
+  return found
+
+
+def _over_processes(configs, arms, folders, workers, progress) -> Metrics:
+  """Runs spread over worker processes; a warm start is shared by all arms of its seed."""
+  done: dict[tuple, int] = {}
+  found: Metrics = {}
 
   def stop(number, _):
     raise loop.Interrupted(sum(done.values()), number)
@@ -166,16 +195,16 @@ def run_all(
         _drain(report, done)
         for future in finished:
           kind, i = waiting.pop(future)
-          result = future.result()
+          result, config = future.result(), configs[i]
           if kind == 'warm':
-            done[configs[i].seed, None] = config.warm_start.steps
+            done[config.seed, None] = config.warm_start.steps
             for index in range(len(arms)):
-              job = pool.submit(_run, configs[i], arms, index, folders[i])
+              job = pool.submit(_run, config, arms, index, folders[i])
               waiting[job] = (index, i)
           else:
-            done[configs[i].seed, kind] = config.steps
-            found[arms[kind].name, configs[i].seed] = result
-        progress.update(sum(done.values()), runs=f'{len(found)} of {seeds * len(arms)}')
+            done[config.seed, kind] = config.steps
+            found[arms[kind].name, config.seed] = result
+        progress.update(sum(done.values()), runs=f'{len(found)} of {len(configs) * len(arms)}')
     except BaseException:
       # SIGTERM makes a run save and stop after its current step.
       for child in multiprocessing.active_children():
@@ -186,7 +215,6 @@ def run_all(
     finally:
       signal.signal(signal.SIGTERM, before)
     pool.shutdown()
-  progress.close()
   return found
 
 
@@ -194,7 +222,7 @@ def _drain(report, done: dict[tuple, int]) -> None:
   """Takes in what the workers have reported so far."""
   while True:
     try:
-      job, step, _ = report.get_nowait()
+      job, step = report.get_nowait()
     except queue.Empty:
       return
     done[job] = max(step, done.get(job, 0))

@@ -20,8 +20,8 @@ import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-# Compiling takes most of the time of these tests. What must hold of optimised code as well takes the
-# fixture `optimised`, and the command-line tests run programs as users do.
+# Compiling takes most of the time of these tests. What must hold of optimised code as well takes
+# the fixture `optimised`, and the command-line tests run programs as users do.
 jax.config.update('jax_disable_most_optimizations', True)
 
 SHARED = {

@@ -204,9 +204,24 @@ def test_arms_refuse_bad_counts(tmp_path):
       arms.run_all(train.Config(), stuck_replica.ARMS, directory=tmp_path, **counts)
 
 
+def test_whole_experiment_small(monkeypatch, tmp_path, capsys):
+  """All six arms in this process, then a second call that only reads and reports the same."""
+  line = [*f'stuck --directory {tmp_path / "e"} --workers 1 --seeds 1 --steps 2'.split()]
+  line += f'--data-dir {tmp_path / "data"} --warm-start.steps 2 --warm-start.batch 8'.split()
+  line += '--eval-prompts 8 --prompts 4 --policy.layers 1 --policy.experts 0'.split()
+  monkeypatch.setattr(sys, 'argv', line)
+  command.run(stuck_replica.StuckReplica, stuck_replica.main)
+  assert 'suits TRM by construction' in capsys.readouterr().out
+  summary = (tmp_path / 'e' / 'summary.json').read_bytes()
+  assert (tmp_path / 'e' / 'figure.png').exists() and (tmp_path / 'e' / 'table.md').exists()
+  monkeypatch.setattr(sys, 'argv', [*line, '--resume'])
+  command.run(stuck_replica.StuckReplica, stuck_replica.main)
+  assert (tmp_path / 'e' / 'summary.json').read_bytes() == summary
+
+
 @pytest.mark.slow
-def test_whole_experiment_small(tmp_path):
-  """All six arms over two worker processes, then a second call that only reads."""
+def test_worker_processes_do_what_one_process_does(tmp_path):
+  """Two seeds over two worker processes, then a second call that only reads."""
   line = [sys.executable, '-m', 'experiments.stuck_replica', '--directory', str(tmp_path / 'e')]
   line += ['--data-dir', str(tmp_path / 'data')]
   line += ('--seeds 2 --steps 3 --warm-start.steps 3 --eval-prompts 16 --policy.layers 1').split()

@@ -1,4 +1,4 @@
-"""Sorting with a reward that random weights earn half of the time, so that tiny policies do move."""
+"""Sorting with a reward that random weights often earn, so that tiny policies do move."""
 
 import dataclasses
 

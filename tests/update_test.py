@@ -243,21 +243,6 @@ def test_rejected_rows_may_hold_anything(value):
       assert np.isfinite(two[name]) or not np.isfinite(x), name
 
 
-@pytest.mark.parametrize('as_users_compile', [False, True])
-def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(request, as_users_compile):
-  make = rollout
-  if as_users_compile:
-    request.getfixturevalue('optimised')
-    make = rollout.__wrapped__  # not the one compiled without optimisation
-    compiled.cache_clear()
-  r = make('replay', fleet.Fleet())
-  masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
-  free = gradients(batch(r), settings(method.Method()))
-  np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
-  assert masked[2].keep.all()
-  assert masked[0] == free[0] and bits(masked[1]) == bits(free[1])
-
-
 def test_without_replay_the_noise_is_far_below_any_limit():
   report = gradients(batch(rollout('decode', fleet.Fleet())), settings(method.Method()))[2]
   kl = np.asarray(report.scored.divergences.kl)[np.asarray(report.scored.valid)]
@@ -350,3 +335,18 @@ def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
   largest = np.where(report.scored.valid[0], report.scored.divergences.kl[0], 0).max(-1)
   median = np.sort(largest)[(ROWS - 1) // 2]
   np.testing.assert_allclose(moved.limit, 0.15**0.9 * median**0.1, rtol=1e-5)
+
+
+@pytest.mark.parametrize('as_users_compile', [False, True])
+def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(request, as_users_compile):
+  make = rollout
+  if as_users_compile:
+    request.getfixturevalue('optimised')
+    make = rollout.__wrapped__  # not the one compiled without optimisation
+    compiled.cache_clear()
+  r = make('replay', fleet.Fleet())
+  masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
+  free = gradients(batch(r), settings(method.Method()))
+  np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
+  assert masked[2].keep.all()
+  assert masked[0] == free[0] and bits(masked[1]) == bits(free[1])
