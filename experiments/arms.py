@@ -131,11 +131,13 @@ def run_all(
 
   Raises InputError for fewer than one seed or worker; whatever a run raises is raised here.
   """
-  workers = default_workers() if workers is None else workers
   for name, value in (('seeds', seeds), ('workers', workers)):
-    if value < 1:
+    if value is not None and value < 1:
       raise InputError(f'{name}={value} must be at least 1.')
+  if config.method != method.Method():
+    raise InputError(f'method={config.method} has no effect here: every arm brings its own.')
   train.build(config, tuple(arm.method for arm in arms))  # bad input is found here, not in workers
+  workers = default_workers() if workers is None else workers
   tasks.prepare(tasks.load(config.task), config.data_dir)
 
   configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(seeds)]

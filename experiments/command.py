@@ -4,12 +4,13 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import process
 from typing import Any
 
 import tyro
 
 from trm_jax import loop
-from trm_jax.types import InputError, NonFiniteError
+from trm_jax.types import DamagedError, InputError, NonFiniteError
 
 
 def run(command: type, main: Callable[[Any], None]) -> None:
@@ -22,12 +23,12 @@ def run(command: type, main: Callable[[Any], None]) -> None:
     main(tyro.cli(command))
   except InputError as error:
     sys.exit(_say(error, 2))
-  except (NonFiniteError, OSError) as error:
+  except (NonFiniteError, DamagedError, OSError, process.BrokenProcessPool) as error:
     sys.exit(_say(error, 1))
   except loop.Interrupted as stop:
     sys.exit(_say(stop, 0 if stop.number == 15 else 130))
   except KeyboardInterrupt:
-    sys.exit(_say('Stopped before the first checkpoint; --resume starts over.', 130))
+    sys.exit(_say('Stopped; --resume continues from the last checkpoints.', 130))
 
 
 def _say(message: object, code: int) -> int:

@@ -66,8 +66,13 @@ def stuck_replica(summary: dict, path: pathlib.Path) -> pathlib.Path:
     _line(axes[0], arm['curves']['accuracy/sampled'], colour, name)
     if arm['curves']['kl/engine1']['step'] and arm['strength'] > 0:
       _line(axes[1], arm['curves']['kl/engine1'], colour, name, floor=1e-4)
-  axes[0].set(title='Accuracy of the trained policy', xlabel='RL step', ylabel='sampled, held-out')
-  axes[0].legend(fontsize=7)
+  axes[0].set(
+    title='Accuracy of the trained policy',
+    xlabel='RL step',
+    ylabel='sampled, held-out',
+    ylim=(0, 1),
+  )
+  axes[0].legend(fontsize=7, ncol=2, loc='upper left')
   axes[1].set(
     title='KL(rollout || policy) of the stuck replica', xlabel='RL step', ylabel='nats a token'
   )

@@ -94,7 +94,7 @@ def summarise(metrics: report.Metrics, config: train.Config) -> dict:
     'command': (
       f'python -m experiments.stuck_replica --seeds {len(seeds)} --steps {config.steps} --publish'
     ),
-    'task': config.task,
+    'config': dataclasses.asdict(config),
     'seeds': seeds,
     'steps': config.steps,
     'clean_share': share,

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from experiments import command, figures
+from experiments import command, figures, report
 from trm_jax import loop, tasks, train
 
 
@@ -47,11 +47,11 @@ def main(args: TrainPolicy) -> None:
   params = loop.warm_start(program, directory / 'warm_start')
   metrics = loop.run(program, directory / 'rl', params, resume=args.resume)
   figure = figures.run(metrics, directory / 'figure.png', title=str(directory))
-  last = metrics[-1]
+  sampled, greedy = (report.last(metrics, f'accuracy/{n}') for n in ('sampled', 'greedy'))
   print(
-    f'{last["step"]} steps: accuracy {last["accuracy/sampled"]:.3f} sampled,'
-    f' {last["accuracy/greedy"]:.3f} greedy (start {metrics[0]["accuracy/sampled"]:.3f},'
-    f' {metrics[0]["accuracy/greedy"]:.3f}); figure {figure}'
+    f'{metrics[-1]["step"]} steps: accuracy {sampled:.3f} sampled, {greedy:.3f} greedy'
+    f' (start {metrics[0]["accuracy/sampled"]:.3f}, {metrics[0]["accuracy/greedy"]:.3f});'
+    f' figure {figure}'
   )
 
 

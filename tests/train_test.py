@@ -84,7 +84,8 @@ def plain(state):
 
 
 def about():
-  return loop.settings(program(), label='rl', arm=[0, 1.0])
+  method_ = dataclasses.asdict(CONFIG.method)
+  return loop.settings(program(), label='rl', strength=1.0, method=method_)
 
 
 def timeless(metrics):

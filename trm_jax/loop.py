@@ -112,9 +112,9 @@ def warm_start(
   """
   config, chosen = program.config, program.config.warm_start
   about = {
-    k: dataclasses.asdict(config)[k] for k in ('task', 'response_length', 'policy', 'warm_start')
+    k: dataclasses.asdict(config)[k]
+    for k in ('task response_length policy warm_start temperature attention seed mesh').split()
   }
-  about |= {'seed': config.seed, 'mesh': config.mesh}
   with (
     jax.set_mesh(program.mesh),
     recording.open_run(directory, about, resume=True, keep=1) as record,
@@ -138,6 +138,10 @@ def warm_start(
       last = step == chosen.steps
       if last or step % 50 == 0 or caught:
         record.log(step, {'loss': float(loss)})
+        if not np.isfinite(loss):
+          raise NonFiniteError(
+            f'warm start, step {step}: the loss is {float(loss)}; lower warm_start.learning_rate.'
+          )
         progress.update(step, loss=float(loss))
       if last or step % 250 == 0 or caught:
         record.save(step, tuple(state), {'data': data.get_state()})
@@ -176,14 +180,15 @@ def run(
   config = program.config
   arm = arm or update.Arm()
   arm = update.Arm(jnp.int32(arm.method), jnp.float32(arm.strength))
-  about = settings(program, label=label, arm=[int(arm.method), float(arm.strength)])
+  method = dataclasses.asdict(program.methods[int(arm.method)])
+  about = settings(program, label=label, strength=float(arm.strength), method=method)
   with (
     jax.set_mesh(program.mesh),
     recording.open_run(directory, about, resume=resume) as record,
     _signals() as caught,
   ):
     key = jax.random.key(config.seed)
-    state = program.start(params, jax.random.fold_in(key, 2))
+    state = program.start(params, jax.random.fold_in(key, 2), arm.method)
     data = prompts(program, 'train', config.prompts, seed=config.seed + 1)
     held_out, eval_key = _held_out(program), jax.random.fold_in(key, 3)
     # Restored before anything is dispatched, so that a damaged checkpoint costs no compile.
@@ -191,6 +196,11 @@ def run(
     if found:
       start, state, meta = found
       data.set_state(meta['data'])
+    if start > config.steps:
+      raise InputError(
+        f'steps={config.steps}, but the run in {record.path} has done {start}; ask for at least'
+        ' that many or choose another directory.'
+      )
     progress = progress or recording.Progress(config.steps, label, start=start)
     clock = time.perf_counter()
 
@@ -243,6 +253,6 @@ def _why_not_finite(step, scalars, flags, path) -> str:
   bad = np.flatnonzero(flags['bad_rows']).tolist()
   where = f'in rows {bad[:16]}' if bad else 'in the gradient only'
   return (
-    f'step {step}: loss or gradient is not finite ({where}; loss {float(scalars["loss"])}). The'
-    f' parameters were left as they were; the last good checkpoint is in {path}.'
+    f'step {step}: loss or gradient is not finite ({where}; loss {float(scalars["loss"])}). That'
+    f' update was not applied, and nothing of it was saved: checkpoints in {path} are good.'
   )

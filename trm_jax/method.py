@@ -61,7 +61,8 @@ class Method:
   # Reward minus the group's mean (centred), divided by its deviation too (group_relative), or minus
   # the mean of the others (leave_one_out).
   advantage: Literal['centred', 'group_relative', 'leave_one_out'] = 'group_relative'
-  # Which rows shape the baseline: all, or only accepted ones (with or without the row itself).
+  # Which rows shape the baseline: all, or only accepted ones (with or without the row itself;
+  # leave_one_out is always without).
   baseline_pool: Literal['all', 'accepted', 'loo_accepted'] = 'all'
   # Tokens of a row: sum (TRM), mean, or sum divided by the response length T (constant).
   reduce_tokens: surrogates.ReduceTokens = 'sum'
@@ -101,6 +102,11 @@ class Method:
       raise InputError(
         "method.surrogate='decoupled' splits the ratio at the trainer's own log-probs; set"
         " method.anchor to 'version' or 'recomputed'."
+      )
+    if self.advantage == 'group_relative' and self.baseline_pool == 'loo_accepted':
+      raise InputError(
+        "method.baseline_pool='loo_accepted' with method.advantage='group_relative' divides by the"
+        " deviation of the other rows, which may be 0; use advantage 'centred' or 'leave_one_out'."
       )
     for name in ('max_ratio', 'clip_high'):
       if not getattr(self, name) > 0:
@@ -160,7 +166,7 @@ def keep(
     *(functools.partial(getattr(trust_region, name), limit=value) for name, value in limits.items())
   )(scored.divergences, scored.valid)
   if method.random_mask:
-    inside = trust_region.permuted(inside, key, axis_name=axis_name)
+    inside = trust_region.permuted(inside & scored.usable, key, axis_name=axis_name)
   return inside & scored.usable
 
 

@@ -10,7 +10,8 @@ change of one file.
 
 Rows are left-padded: `start[b]` is the first real slot, and attention masks by slot, never by token
 id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations,
-the KV cache and router scores; a hook that is None is not traced at all.
+the KV cache and router scores; a hook that is None is not traced at all. Float32 matmuls are float32
+on every backend: the bf16 passes that accelerators take by default would be a mismatch of their own.
 """
 
 import dataclasses
@@ -354,13 +355,14 @@ def apply(
 
   if config.remat:
     layer = jax.checkpoint(layer)
-  # Small stacks are unrolled: the loop would copy each layer's cache in and out.
-  (x, cache), routing = jax.lax.scan(
-    layer,
-    (x, cache),
-    (params['layers'], jnp.arange(config.layers)),
-    unroll=config.layers <= 4,
-  )
+  with jax.default_matmul_precision('float32'):
+    (x, cache), routing = jax.lax.scan(
+      layer,
+      (x, cache),
+      (params['layers'], jnp.arange(config.layers)),
+      # Small stacks are unrolled: the loop would copy each layer's cache in and out.
+      unroll=config.layers <= 4,
+    )
   aux = Aux(None, None)
   if routing is not None:
     aux = Aux(*(jnp.moveaxis(r, 0, 2) for r in routing))
@@ -374,12 +376,13 @@ def head(params: Params) -> Float[Array, 'V D']:
 
 def logits(params: Params, hidden: Float[Array, 'B T D']) -> Float[Array, 'B T V']:
   """Scores over the vocabulary, float32; V split over `model` under a mesh."""
-  return jnp.einsum(
-    'btd,vd->btv',
-    hidden.astype(jnp.float32),
-    head(params),
-    out_sharding=sharding.spec(DATA, None, MODEL),
-  )
+  with jax.default_matmul_precision('float32'):
+    return jnp.einsum(
+      'btd,vd->btv',
+      hidden.astype(jnp.float32),
+      head(params),
+      out_sharding=sharding.spec(DATA, None, MODEL),
+    )
 
 
 def size(params: Params) -> int:

@@ -155,7 +155,7 @@ class Run(contextlib.AbstractContextManager):
     wanted shardings (Python numbers stand for themselves). Names, shapes, dtypes and digests of all
     leaves are compared; a checkpoint that fails is passed over with a warning, moved to damaged/.
     metrics.jsonl is cut back to the lines up to the restored step (none without a checkpoint).
-    Raises RuntimeError with all causes if every checkpoint fails.
+    Raises DamagedError with all causes if every checkpoint fails.
     """
     manager, failed = self._checkpoints(), {}
     with _clear_errors(self.path / 'checkpoints'):
@@ -175,7 +175,7 @@ class Run(contextlib.AbstractContextManager):
       logger.warning('checkpoint %d of %s cannot be used (%s)', step, self.path, cause)
     if failed:
       causes = '; '.join(f'step {step}: {cause}' for step, cause in failed.items())
-      raise RuntimeError(f'no checkpoint of {self.path} can be used: {causes}')
+      raise types.DamagedError(f'no checkpoint of {self.path} can be used: {causes}')
     self._restored = -1
     _cut_back(self.path / 'metrics.jsonl', -1)
     return None

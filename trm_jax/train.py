@@ -96,10 +96,10 @@ class Config:
   epochs: int = 1
   # Optimizer steps per pass.
   minibatches: int = 1
-  # Pieces a minibatch is computed in; changes memory, not results.
+  # Pieces a minibatch is computed in; changes memory and rounding, nothing else.
   microbatches: int = 1
   # Whether stored rollout logits are those of decoding, or re-scored by the trainer's own forward
-  # pass (then a healthy engine has KL exactly 0).
+  # pass (then a healthy fleet of one engine has KL exactly 0 in a whole, unsplit batch).
   score: fl.Score = 'decode'
   # plain holds [T,T] scores; blockwise never does.
   attention: Literal['plain', 'blockwise'] = 'plain'
@@ -171,6 +171,7 @@ class Program:
   """Everything that is compiled, shared by all runs of one shape."""
 
   config: Config
+  methods: tuple[mt.Method, ...]
   task: task_module.Task
   mesh: jax.sharding.Mesh
   init: Callable[..., policy.Params]
@@ -203,6 +204,15 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
   methods = methods or (config.method,)
   if len({m.kl_coefficient for m in methods}) > 1:
     raise InputError('method.kl_coefficient must be the same for all arms of one program.')
+  if config.microbatches > 1 and any(m.random_mask for m in methods):
+    raise InputError(
+      f'method.random_mask permutes over whole minibatches; use microbatches=1, not'
+      f' {config.microbatches}.'
+    )
+  if config.warm_start.steps and task.demonstrate is None:
+    raise InputError(
+      f'task {task.name} has no demonstrator for the warm start; set warm_start.steps to 0.'
+    )
   attend = getattr(attention, config.attention)
   optimizer = config.optimizer.make()
   settings = update.Settings(
@@ -218,14 +228,17 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
   keep_first = config.fleet.stuck or methods[0].kl_coefficient > 0
   common = dict(length=length, eos=task.eos, pad=task.pad, attention=attend)
 
-  def start(params, key):
-    """State before the first RL step."""
+  follows = jnp.array([m.accept is not None for m in methods])
+  limits = jnp.array([m.max_kl or jnp.nan for m in methods], jnp.float32)
+
+  def start(params, key, method=0):
+    """State before the first RL step of the arm with this method."""
     return TrainState(
       step=jnp.int32(0),
       params=jax.tree.map(jnp.copy, params),  # steps donate their state, never the caller's
       opt_state=optimizer.init(params),
       key=key,
-      limit=jnp.float32(methods[0].max_kl or 1.0),
+      limit=limits[method],
       first=jax.tree.map(jnp.copy, params) if keep_first else None,
       history=staleness.start_history(params, config.fleet.history),
     )
@@ -287,7 +300,7 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
       state, batch, update_key, arm, optimizer=optimizer, settings=settings
     )
     scalars, bad = update.summarise(reports)
-    scalars['limit'] = state.limit
+    scalars['limit'] = jnp.where(follows[arm.method], state.limit, limits[arm.method])
     state = update.follow_limit(state, reports, arm, settings)
     state = dataclasses.replace(state, step=state.step + 1, history=history)
     return state, scalars, {'finite': reports.finite.all(), 'bad_rows': bad}
@@ -337,6 +350,7 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
   init = jax.jit(lambda key: policy.init(key, config.policy, task.vocab_size))
   return Program(
     config=config,
+    methods=methods,
     task=task,
     mesh=mesh,
     init=init,

@@ -33,6 +33,10 @@ class NonFiniteError(FloatingPointError):
   """A loss or gradient was not finite; names the step and the rows (exit code 1)."""
 
 
+class DamagedError(RuntimeError):
+  """Every checkpoint of a run is damaged; names the causes (exit code 1)."""
+
+
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Rollout:
     logp: log-probability of `tokens` as the engine reports it, after temperature. NaN = missing.
     routes: expert ids at every input slot 0..L-2 and layer; `routes[:, P-1+t]` is the route of the
       forward pass that scored `tokens[:, t]`. None for a dense policy.
-    version: optimizer step of the weights the engine *says* it used. A stuck replica is wrong.
+    version: RL step of the weights the engine *says* it used. A stuck replica is wrong.
     engine: index of the engine in the fleet, 0 = the first.
     reward: verified reward of the row.
   """

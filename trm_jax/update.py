@@ -25,6 +25,9 @@ from trm_jax import method as mt
 from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import Mean, Rollout
 
+# Followed limits stay above this many nats: float32 noise of identical policies is about 1e-12.
+LIMIT_FLOOR = 1e-6
+
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
@@ -290,8 +293,8 @@ def gradients(
   scored, kept, missing, routes = merge(rows, settings.samples)
   norm = optax.global_norm(gradient)
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-  if any(m.missing == 'error' for m in settings.methods):
-    finite = finite & ~(missing & scored.valid).any()
+  strict = jnp.array([m.missing == 'error' for m in settings.methods])[chosen]
+  finite = finite & ~(strict & (missing & scored.valid).any())
   report = Report(
     scored=scored,
     keep=kept,
@@ -300,7 +303,8 @@ def gradients(
     loss=loss,
     grad_norm=norm,
     finite=finite,
-    accepted=kept.sum() > 0,
+    # A penalty on all rows may still pull back a policy that has left the region with every row.
+    accepted=(kept.sum() > 0) | ((coefficient > 0) & (penalty.total != 0)),
   )
   return loss, gradient, report
 
@@ -361,8 +365,10 @@ def update(
 
 def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Settings) -> TrainState:
   """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
-  first = jax.tree.map(lambda x: sharding.reshard(x[0]), reports.scored)
-  largest = trust_region.max_over_tokens(first.divergences.kl, first.valid)
+  flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
+  kl, valid = flat(reports.scored.divergences.kl), flat(reports.scored.valid)
+  # A floor above float32 noise: a healthy batch must not pull the limit to where nothing passes.
+  largest = jnp.maximum(trust_region.max_over_tokens(kl, valid), LIMIT_FLOOR)
 
   def one(method):
     if method.accept is None:

@@ -101,7 +101,7 @@ def generate(
   """Rollout of the whole fleet; rows of one prompt adjoin, the broken engine's last.
 
   `first` are the weights of RL step 0 (needed by a stuck engine), `history` past versions (needed
-  by a stale one), `version` the current optimizer step. `strength` 0 turns every mismatch off
+  by a stale one), `version` the current RL step. `strength` 0 turns every mismatch off
   without recompiling; with no mismatch configured nothing of it is traced. `engine` of a row is 1
   for the broken engine, even where it produces all samples. Raises InputError where the fleet needs
   weights or samples that were not given.

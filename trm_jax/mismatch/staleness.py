@@ -1,7 +1,7 @@
-"""Staleness: the engine samples from weights of an earlier optimizer step.
+"""Staleness: the engine samples from weights of an earlier RL step.
 
-Two ways to be old. `steps` = the weights of k optimizer steps ago, which the engine *reports*.
-`stuck` = a replica that missed every weight sync: it stays at step 0 and reports the current one.
+Two ways to be old. `steps` = the weights of k RL steps (weight syncs) ago, which the engine
+*reports*. `stuck` = a replica that missed every weight sync: it stays at step 0 and reports the current one.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from trm_jax.types import InputError
 class Staleness:
   """Age of the engine's weights."""
 
-  # Optimizer steps behind the trainer; 0 = fresh.
+  # RL steps (weight syncs) behind the trainer; 0 = fresh.
   steps: int = 0
   # A stuck replica: weights of RL step 0 for the whole run, reported as current.
   stuck: bool = False
@@ -78,6 +78,6 @@ def weights(
 
 
 def reported_version(staleness: Staleness, version: Int[Array, ''], strength=1.0) -> Int[Array, '']:
-  """The optimizer step the engine says its weights have; a stuck replica says the current one."""
+  """The RL step the engine says its weights have; a stuck replica says the current one."""
   behind = jnp.where(strength > 0, staleness.steps, 0)
   return jnp.maximum(version - behind, 0).astype(jnp.int32)
