@@ -76,7 +76,8 @@ def stuck_replica(summary: dict, path: pathlib.Path) -> pathlib.Path:
   axes[1].set(
     title='KL(rollout || policy) of the stuck replica', xlabel='RL step', ylabel='nats a token'
   )
-  axes[1].set_yscale('log')
+  if any(y > 0 for line in axes[1].lines for y in line.get_ydata()):
+    axes[1].set_yscale('log')
   axes[1].legend(fontsize=7)
   lengths = summary['trm_acceptance_by_length']
   axes[2].bar(

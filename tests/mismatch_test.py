@@ -479,7 +479,9 @@ def test_fleet_errors():
     )
 
 
-@pytest.mark.parametrize('mesh, score', [((8, 1), 'decode'), ((4, 2), 'replay')])
+@pytest.mark.parametrize(
+  'mesh, score', [((4, 2), 'decode'), pytest.param((8, 1), 'replay', marks=pytest.mark.slow)]
+)
 def test_meshes_agree(mesh, score):
   args = parameters(), parameters(3), past()
   want = run(MIXED, temperature=1.3, score=score)

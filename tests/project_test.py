@@ -16,7 +16,7 @@ import packaging.utils
 import pytest
 
 import trm_jax
-from trm_jax import types
+from trm_jax import surrogates
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = sorted((ROOT / 'trm_jax').rglob('*.py'))
@@ -164,4 +164,4 @@ def test_examples_are_reproducible():
 
 def test_annotations_are_checked():
   with pytest.raises(Exception, match='(?i)type'):
-    types.Mean(total='three', count=jnp.ones(()))
+    surrogates.aggregate('three', jnp.ones((1, 1), bool), jnp.ones(1, bool))

@@ -213,7 +213,7 @@ def test_frequencies_follow_the_tempered_softmax(temperature):
     assert scipy.stats.chisquare(counts, wrong).pvalue < 1e-9
 
 
-@pytest.mark.parametrize('temperature', [0.6, 1.3])
+@pytest.mark.parametrize('temperature', [0.6, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_rollouts_are_drawn_at_the_temperature_they_report(temperature):
   run = generator(DENSE, samples=256, length=2, temperature=temperature)
   rollout = on_host(run(parameters(DENSE), TEXT, START, KEY))
@@ -354,7 +354,7 @@ def test_a_row_depends_on_its_prompt_number_and_sample_number_alone():
   assert len({row.tobytes() for row in np.asarray(same.tokens)}) > 8
 
 
-@pytest.mark.parametrize('mesh', [(8, 1), (4, 2)])
+@pytest.mark.parametrize('mesh', [pytest.param((8, 1), marks=pytest.mark.slow), (4, 2)])
 def test_meshes_agree(mesh):
   want = rolled(MOE)
   with jax.set_mesh(sharding.make_mesh(*mesh)):

@@ -293,6 +293,16 @@ def test_bad_parts_are_named(part, setting, word):
     part(**setting)
 
 
+def test_fewer_steps_than_done_and_arms_without_what_they_need_are_refused(tmp_path, start):
+  loop.run(program(), tmp_path / 'run', start, progress=Watch())
+  short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=4))
+  with pytest.raises(InputError, match='steps=4'):
+    loop.run(short, tmp_path / 'run', start, resume=True, progress=Watch())
+  random = method.Method(max_kl=0.1, random_mask=True)
+  with pytest.raises(InputError, match='random_mask'):
+    train.build(dataclasses.replace(CONFIG, method=random, minibatches=1, microbatches=2))
+
+
 def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
   with pytest.raises(InputError, match='response_length=8'):
     train.build(dataclasses.replace(CONFIG, response_length=8))

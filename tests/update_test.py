@@ -153,15 +153,21 @@ def test_the_reference_case_bites():
   assert report.route_flips > 0
 
 
-@pytest.mark.parametrize('name', METHODS)
-@pytest.mark.parametrize('parts', [2, 4])
+@pytest.mark.parametrize(
+  'name, parts',
+  [('trm', 2), ('trm', 4), ('accepted, mean, penalty', 4), ('penalty on kept rows', 2)]
+  + [pytest.param('accepted, mean, penalty', 2, marks=pytest.mark.slow)]
+  + [pytest.param('clip', parts, marks=pytest.mark.slow) for parts in (2, 4)],
+)
 def test_micro_batches_change_nothing(name, parts):
   m = METHODS[name]
   assert_close(gradients(batch_for(m), settings(m, microbatches=parts)), whole(name))
 
 
-@pytest.mark.parametrize('name', ['trm', 'accepted, mean, penalty'])
-@pytest.mark.parametrize('mesh', [(1, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+  'name, mesh',
+  [('trm', (1, 1)), ('trm', (8, 1)), ('trm', (4, 2)), ('accepted, mean, penalty', (4, 2))],
+)
 def test_meshes_change_nothing(name, mesh):
   m = METHODS[name]
   assert_close(gradients(batch_for(m), settings(m), mesh=mesh), whole(name))
@@ -335,6 +341,41 @@ def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
   largest = np.where(report.scored.valid[0], report.scored.divergences.kl[0], 0).max(-1)
   median = np.sort(largest)[(ROWS - 1) // 2]
   np.testing.assert_allclose(moved.limit, 0.15**0.9 * median**0.1, rtol=1e-5)
+
+
+def test_limit_pools_all_updates_and_never_falls_to_float_noise():
+  report = whole('trm')[2]
+  zero = jax.tree.map(lambda x: x, report)
+  noise = dataclasses.replace(
+    zero.scored.divergences, kl=jnp.full_like(zero.scored.divergences.kl, 1e-13)
+  )
+  zero = dataclasses.replace(zero, scored=dataclasses.replace(zero.scored, divergences=noise))
+  follow = settings(method.Method(max_kl=0.15, accept=0.9))
+  begin = state(optax.sgd(1.0))
+  both = jax.tree.map(lambda a, b: jnp.stack([a, b]), zero, report)
+  pooled = update.follow_limit(begin, both, update.Arm(), follow).limit
+  alone = update.follow_limit(begin, jax.tree.map(lambda x: x[None], zero), update.Arm(), follow)
+  np.testing.assert_allclose(alone.limit, 0.15**0.9 * update.LIMIT_FLOOR**0.1, rtol=1e-5)
+  assert pooled > alone.limit
+  floor = dataclasses.replace(begin, limit=jnp.float32(update.LIMIT_FLOOR))
+  still = update.follow_limit(floor, jax.tree.map(lambda x: x[None], zero), update.Arm(), follow)
+  np.testing.assert_allclose(still.limit, update.LIMIT_FLOOR, rtol=1e-4)
+
+
+def test_penalty_acts_even_where_no_row_is_accepted():
+  m = method.Method(max_kl=1e-30, kl_coefficient=0.3)
+  loss, grads, report = gradients(batch_for(m), settings(m))
+  assert report.keep.sum() == 0 and report.accepted and loss > 0
+  assert max(np.abs(g).max() for g in grads) > 1e-3
+  only_kept = method.Method(max_kl=1e-30, kl_coefficient=0.3, kl_scope='kept')
+  assert not gradients(batch_for(only_kept), settings(only_kept))[2].accepted
+
+
+def test_missing_is_an_error_only_for_the_arm_that_says_so():
+  r = dataclasses.replace(rollout(), logp=rollout().logp.at[0, 0].set(jnp.nan))
+  arms = settings(TRM, method.Method(max_kl=0.15, missing='error'))
+  assert gradients(batch(r), arms, chosen=0)[2].finite
+  assert not gradients(batch(r), arms, chosen=1)[2].finite
 
 
 @pytest.mark.parametrize('as_users_compile', [False, True])

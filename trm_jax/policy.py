@@ -10,8 +10,9 @@ change of one file.
 
 Rows are left-padded: `start[b]` is the first real slot, and attention masks by slot, never by token
 id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations,
-the KV cache and router scores; a hook that is None is not traced at all. Float32 matmuls are float32
-on every backend: the bf16 passes that accelerators take by default would be a mismatch of their own.
+the KV cache and router scores; a hook that is None is not traced at all. Float32 matmuls are
+float32 on every backend: the bf16 passes that accelerators take by default would be a mismatch of
+their own.
 """
 
 import dataclasses

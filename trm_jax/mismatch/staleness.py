@@ -1,7 +1,8 @@
 """Staleness: the engine samples from weights of an earlier RL step.
 
 Two ways to be old. `steps` = the weights of k RL steps (weight syncs) ago, which the engine
-*reports*. `stuck` = a replica that missed every weight sync: it stays at step 0 and reports the current one.
+*reports*. `stuck` = a replica that missed every weight sync: it stays at step 0 and reports the
+current one.
 """
 
 import dataclasses
