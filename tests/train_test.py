@@ -321,7 +321,8 @@ def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
     train.build(dataclasses.replace(CONFIG, task='no.such.module'))
 
 
-@pytest.mark.parametrize('mesh', [pytest.param('8,1', marks=pytest.mark.slow), '4,2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['8,1', '4,2'])
 def test_mesh_flag_changes_nothing_but_rounding(mesh):
   """`--mesh` against '1,1' through the whole step: rollout, reward, update."""
   found = []

@@ -256,7 +256,7 @@ def test_without_replay_the_noise_is_far_below_any_limit():
 
 
 def test_arms_of_one_program_equal_programs_of_one_arm():
-  arms = (TRM, method.Method(surrogate='clip'), method.Method(anchor='recomputed', weight='tis'))
+  arms = (TRM, method.Method(anchor='recomputed', weight='tis'))
   for index, arm in enumerate(arms):
     got = gradients(batch(), settings(*arms), chosen=index)
     assert_close(got, gradients(batch(), settings(arm)), 1e-6)
@@ -378,14 +378,10 @@ def test_missing_is_an_error_only_for_the_arm_that_says_so():
   assert not gradients(batch(r), arms, chosen=1)[2].finite
 
 
-@pytest.mark.parametrize('as_users_compile', [False, True])
-def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(request, as_users_compile):
-  make = rollout
-  if as_users_compile:
-    request.getfixturevalue('optimised')
-    make = rollout.__wrapped__  # not the one compiled without optimisation
-    compiled.cache_clear()
-  r = make('replay', fleet.Fleet())
+def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(optimised):
+  """Compiled as users compile: optimisation must not tell the two forward passes apart."""
+  compiled.cache_clear()
+  r = rollout.__wrapped__('replay', fleet.Fleet())
   masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
   free = gradients(batch(r), settings(method.Method()))
   np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
