@@ -17,8 +17,9 @@ def mean_error(values: Sequence[float]) -> dict[str, float]:
 
 
 def shown(value: dict[str, float], sign: bool = False) -> str:
-  """'.603 ± .021' from a mean and its error."""
-  return f'{value["mean"]:{"+" if sign else ""}.3f} ± {value["se"]:.3f}'
+  """'0.603 ± 0.021' from a mean and its error; the mean alone where one seed gives no error."""
+  mean, error = f'{value["mean"]:{"+" if sign else ""}.3f}', value['se']
+  return mean if error is None or math.isnan(error) else f'{mean} ± {error:.3f}'
 
 
 def last(metrics: list[dict[str, float]], name: str) -> float:

@@ -184,6 +184,8 @@ def test_published_numbers_are_what_the_readme_says():
 
 
 def test_report_helpers(tmp_path):
+  assert report.shown({'mean': 0.5, 'se': 0.02}, sign=True) == '+0.500 ± 0.020'
+  assert report.shown({'mean': 0.5, 'se': math.nan}) == '0.500'
   assert report.mean_error([1.0, 3.0]) == {'mean': 2.0, 'se': 1.0}
   assert math.isnan(report.mean_error([1.0])['se'])
   rows = [{'step': s, 'x': float(s)} for s in range(10)]
