@@ -22,15 +22,6 @@ KERNELS = {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  """Compile time is most of this file's time; the tests ask for values, not speed."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 def inputs(heads=4, kv_heads=2, queries=LENGTH, keys=LENGTH, seed=0):
   rng = np.random.default_rng(seed)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)

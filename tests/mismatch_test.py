@@ -42,15 +42,6 @@ MIXED = fleet.Fleet(
 )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  """Compile time is most of this file's time; the tests ask for values, not speed."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @functools.cache
 def parameters(seed=0):
   return jax.jit(policy.init, static_argnums=(1, 2))(jax.random.key(seed), CONFIG, V)

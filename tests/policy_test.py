@@ -31,15 +31,6 @@ TOKENS = np.random.default_rng(0).integers(0, V, (ROWS, LENGTH)).astype(np.int32
 REAL = np.arange(LENGTH)[None] >= START[:, None]
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  """Compile time is most of this file's time; the tests ask for values, not speed."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @functools.cache
 def parameters(config):
   """Initial parameters moved off their special values (scales of 1)."""

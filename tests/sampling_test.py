@@ -33,15 +33,6 @@ NOISY = policy.Hooks(
 )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def quick_compilation():
-  """Compile time is most of this file's time; the tests ask for values, not speed."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @functools.cache
 def parameters(config, pad=1.0, eos=0.7):
   """Sharp parameters that like PAD and EOS: coordinate 0 of the stream is large and constant."""
