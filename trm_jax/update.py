@@ -268,9 +268,10 @@ def gradients(
     totals, pull, aux = jax.vjp(
       lambda p: terms(p, micro, jax.random.fold_in(key, index)), params, has_aux=True
     )
-    wanted = 2 if coefficient else 1
     one, zero = jnp.ones_like(totals[0]), jnp.zeros_like(totals[0])
-    new = [pull((one, zero))[0], pull((zero, one))[0] if wanted == 2 else None][:wanted]
+    new = [pull((one, zero))[0]]
+    if coefficient:  # a second backward pass only where there is a penalty
+      new.append(pull((zero, one))[0])
     grads = jax.tree.map(jnp.add, grads, new)
     means = jax.tree.map(jnp.add, means, aux[0])
     return (grads, means), aux[1:]
@@ -286,8 +287,8 @@ def gradients(
   )
   surrogate, penalty = means
   loss = -surrogate.value + coefficient * penalty.value
-  scale = [-Mean(jnp.float32(1), m.count).value for m in means]
-  scale[1] = -coefficient * scale[1]
+  inverse = lambda mean: Mean(jnp.float32(1), mean.count).value  # 0 where nothing was counted
+  scale = (-inverse(surrogate), coefficient * inverse(penalty))
   gradient = jax.tree.map(lambda *g: sum(s * x for s, x in zip(scale, g, strict=False)), *grads)
 
   scored, kept, missing, routes = merge(rows, settings.samples)
