@@ -24,7 +24,7 @@ demo: $(STAMP)  ## run the main experiment, small, and draw its picture into run
 	@$(RUN) $(DEMO) $(ARGS)
 
 test: $(STAMP)  ## run the tests
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile -m 'not slow' -q $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' -q $(ARGS)
 
 test-all: $(STAMP)  ## run the tests and the long batteries
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile -q --hypothesis-profile=thorough $(ARGS)

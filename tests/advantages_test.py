@@ -196,7 +196,7 @@ def test_no_gradient_jit_vmap_and_strict_promotion(fn, pool):
 
 
 @BATTERY
-@pytest.mark.parametrize('mesh', [(4, 2), (1, 8), (8, 1)])
+@pytest.mark.parametrize('mesh', [(4, 2), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)])
 def test_rows_split_over_a_mesh(fn, mesh):
   rewards, keep = case(groups=8)
   run = functools.partial(fn, group_size=G, pool='loo_accepted')

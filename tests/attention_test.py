@@ -158,9 +158,9 @@ def test_blockwise_memory_is_linear_in_length_backward_too():
   assert largest(2048) <= 2 * largest(1024)
 
 
-@pytest.mark.parametrize('mesh', [(8, 1), (4, 2)])
-@pytest.mark.parametrize('name', ['plain', 'block 5'])
-def test_sharded_equals_unsharded(name, mesh):
+@functools.cache
+def weighed(name):
+  """(value and gradient, compiled; its arguments; what it returns without a mesh)."""
   qkv, slots = inputs(), jnp.arange(LENGTH)
   weight = np.random.default_rng(2).normal(size=qkv[0].shape).astype(np.float32)
   weight *= (np.arange(LENGTH)[None] >= START[:, None])[:, :, None, None]
@@ -169,12 +169,18 @@ def test_sharded_equals_unsharded(name, mesh):
     out = KERNELS[name](*qkv, slots=slots, start=start)
     return (weight * out).sum(), out
 
-  fn = jax.value_and_grad(loss, has_aux=True)
-  (_, want), want_grads = jax.jit(fn)(qkv, weight, START)
+  fn, args = jax.jit(jax.value_and_grad(loss, has_aux=True)), (qkv, weight, START)
+  return fn, args, fn(*args)
+
+
+@pytest.mark.parametrize('mesh', [(8, 1), (4, 2)])
+@pytest.mark.parametrize('name', ['plain', 'block 5'])
+def test_sharded_equals_unsharded(name, mesh):
+  fn, (qkv, weight, start), ((_, want), want_grads) = weighed(name)
   with jax.set_mesh(sharding.make_mesh(*mesh)):
     rows, heads = P('data'), P('data', None, 'model')
-    args = jax.device_put((qkv, weight, START), (heads, heads, rows))
-    (_, got), grads = jax.jit(fn)(*args)
+    args = jax.device_put((qkv, weight, start), (heads, heads, rows))
+    (_, got), grads = fn(*args)
     assert jax.typeof(got).sharding.spec == P('data', None, 'model', None)
   np.testing.assert_allclose(got * (weight != 0), want * (weight != 0), rtol=0, atol=1e-5)
   for g, w in zip(grads, want_grads, strict=True):

@@ -1,15 +1,19 @@
 """Settings of every test: eight simulated CPU devices, strict ranks, reproducible examples."""
 
 import atexit
+import importlib.metadata
 import os
 import shutil
 import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Workers share the cores: one compute thread each.
-os.environ['XLA_FLAGS'] = (
-  os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false'
-).strip()
+FLAGS = ['--xla_cpu_multi_thread_eigen=false']
+# The newer code generator takes twice the time to compile; jaxlib 0.12 has no other.
+OLD_JAXLIB = importlib.metadata.version('jaxlib').startswith('0.10.')
+if OLD_JAXLIB:
+  FLAGS += ['--xla_cpu_use_fusion_emitters=false']
+os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *FLAGS]).strip()
 # Read when tensorflow_datasets is imported, which test modules do before any fixture runs.
 os.environ['TFDS_DATA_DIR'] = tempfile.mkdtemp(prefix='trm_jax_tfds_')
 atexit.register(shutil.rmtree, os.environ['TFDS_DATA_DIR'], ignore_errors=True)
@@ -36,11 +40,24 @@ hypothesis.settings.register_profile('thorough', max_examples=10_000, **SHARED)
 hypothesis.settings.load_profile('quick')
 
 
+# The files that take longest, longest first. `--dist loadfile` hands out files in this order, so
+# that no long one starts when the others have ended.
+LONGEST = 'update mismatch experiments sampling divergences policy surrogates train'.split()
+
+
+def pytest_collection_modifyitems(items):
+  rank = {f'{name}_test.py': place for place, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 @pytest.fixture
 def optimised():
-  """Compiles as users do, for the functions first compiled inside the test."""
+  """Compiles as users do, for the functions first compiled inside the test.
+
+  Yields the options that `jax.jit` needs for it.
+  """
   jax.config.update('jax_disable_most_optimizations', False)
   jax.clear_caches()
-  yield
+  yield {'xla_cpu_use_fusion_emitters': True} if OLD_JAXLIB else {}
   jax.config.update('jax_disable_most_optimizations', True)
   jax.clear_caches()

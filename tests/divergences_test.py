@@ -1,5 +1,6 @@
 """trm_jax.divergences: exact divergences per position and one-sample estimators."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,18 +9,27 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.test_util
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
 from jax import P
 
+from trm_jax import blocks, pair, sharding
 from trm_jax import divergences as dv
-from trm_jax import sharding
+from trm_jax.types import InputError
 
 INF = jnp.inf
 MESHES = [(4, 2), (1, 8), (8, 1)]
 SHAPE = (8, 3, 16)
-PAIRS = [(dv.kl, oracles.kl), (dv.total_variation, oracles.total_variation)]
+PAIRS = [
+  (dv.kl, oracles.kl),
+  (dv.total_variation, oracles.total_variation),
+  (dv.jensen_shannon, oracles.jensen_shannon),
+]
+for alpha in (0.5, 2.0):
+  of = functools.partial
+  PAIRS.append((of(dv.renyi, alpha=alpha), of(oracles.renyi, alpha=alpha)))
 BATTERY = pytest.mark.parametrize('fn', [dv.kl, dv.total_variation])
 SEEDS = st.integers(0, 2**20)
 
@@ -32,6 +42,14 @@ def logits(seed=0, scale=2.0, shape=SHAPE):
 
 def log(*probabilities):
   return jnp.log(jnp.array(probabilities, jnp.float32))
+
+
+@pytest.fixture(params=['whole', 'rows'])
+def form(request, monkeypatch):
+  """Small arrays at once, and as large ones: blocks of 3 rows, the last one overlapping."""
+  if request.param == 'rows':
+    monkeypatch.setattr(pair, 'SMALL', 1)
+    monkeypatch.setattr(blocks, 'BLOCK', 3 * SHAPE[-1])
 
 
 def tokens_of(seed=0):
@@ -157,11 +175,14 @@ def test_nonnegative_zero_on_itself_and_bounded(fn, seed, scale):
 
 @BATTERY
 @hypothesis.given(seed=SEEDS, shift=st.integers(-10_000, 10_000))
-def test_an_exact_shift_of_either_side_changes_no_bit(fn, seed, shift):
-  policy, rollout = (jnp.round(x * 64) / 64 for x in logits(seed))
+def test_a_shift_of_either_side_changes_nothing(fn, seed, shift):
+  # Multiples of 1/64 up to 1e4 are exact in float32, so the shift itself costs no digit. The policy
+  # is close to the rollout: what is compared are numbers near 1e-3.
+  rollout, noise = (jnp.round(x * 64) / 64 for x in logits(seed))
+  policy = rollout + jnp.round(noise) / 64
   want = fn(policy, rollout)
-  np.testing.assert_array_equal(fn(policy + shift, rollout), want)
-  np.testing.assert_array_equal(fn(policy, rollout - shift), want)
+  for pair in [(policy + shift, rollout), (policy, rollout - shift), (policy + shift, rollout + 7)]:
+    np.testing.assert_allclose(fn(*pair), want, rtol=2e-5, atol=1e-10)
 
 
 @hypothesis.given(seed=SEEDS)
@@ -292,35 +313,184 @@ def test_k1_and_k3_are_unbiased_under_the_rollout(seed):
 # All in one pass.
 
 
-def test_statistics_are_the_single_functions():
-  policy, rollout = logits()
-  tokens = tokens_of()
-  reported = dv.logp(rollout, tokens, temperature=0.7) + 0.25
-  found, logp = dv.statistics(policy, rollout, tokens, reported, temperature=0.7)
-  np.testing.assert_array_equal(found.kl, dv.kl(policy, rollout, temperature=0.7))
-  np.testing.assert_array_equal(found.tv, dv.total_variation(policy, rollout, temperature=0.7))
-  np.testing.assert_array_equal(found.entropy, dv.entropy(policy, temperature=0.7))
-  np.testing.assert_allclose(logp, oracles.logp(policy, tokens, 0.7), rtol=1e-6, atol=1e-6)
-  want = oracles.logp(policy, tokens, 0.7) - oracles.logp(rollout, tokens, 0.7) - 0.25
-  np.testing.assert_allclose(found.log_ratio, want, atol=2e-6)
+def test_statistics_match_the_oracle(form):
+  policy, rollout, tokens = *logits(), tokens_of()
+  found = dv.statistics(policy, rollout, tokens, temperature=0.7, full=True)
+  want = {
+    'kl': oracles.kl(policy, rollout, 0.7),
+    'tv': oracles.total_variation(policy, rollout, 0.7),
+    'entropy': oracles.entropy(policy, 0.7),
+    'policy_logp': oracles.logp(policy, tokens, 0.7),
+    'rollout_logp': oracles.logp(rollout, tokens, 0.7),
+    'reverse_kl': oracles.kl(rollout, policy, 0.7),
+    'chi2': oracles.chi2(policy, rollout, 0.7),
+    'square': oracles.square(policy, 0.7),
+  }
+  for name, value in want.items():
+    got = getattr(found, name)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, value, rtol=3e-6, atol=1e-6, err_msg=name)
+  core = dv.statistics(policy, rollout, tokens, temperature=0.7)
+  assert core.reverse_kl is core.chi2 is core.square is None
+  np.testing.assert_array_equal(core.kl, found.kl)
 
 
-def test_a_wrong_report_shows_beside_an_exact_zero():
-  policy = logits()[0]
-  tokens = tokens_of()
+def test_the_full_set_by_hand():
+  # policy (.6, .4), rollout (.5, .5): chi^2 = .1^2/.5 * 2 = .04; sum policy^2 = .52;
+  # KL(policy || rollout) = .6 ln 1.2 + .4 ln .8 = .1093929 - .0892574
+  found = dv.statistics(log(0.6, 0.4), log(0.5, 0.5), jnp.int32(0), full=True)
+  np.testing.assert_allclose(found.chi2, 0.04, rtol=1e-5)
+  np.testing.assert_allclose(found.square, 0.52, rtol=1e-6)
+  np.testing.assert_allclose(found.reverse_kl, 0.0201355, rtol=1e-5)
+  # Swapped supports: the policy has mass where the rollout has none, and the other way round.
+  found = dv.statistics(log(0.2, 0.8), log(0.0, 1.0), jnp.int32(0), full=True)
+  np.testing.assert_allclose(found.kl, -math.log(0.8), rtol=1e-6)
+  assert found.reverse_kl == found.chi2 == INF and found.rollout_logp == -INF
+  found = dv.statistics(log(0.0, 1.0), log(0.2, 0.8), jnp.int32(0), full=True)
+  assert found.kl == INF and found.policy_logp == -INF
+  np.testing.assert_allclose(found.reverse_kl, -math.log(0.8), rtol=1e-6)
+  np.testing.assert_allclose(found.chi2, 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize('gap', [10.0, 60.0, 100.0, 170.0])
+def test_chi2_where_probabilities_underflow(gap, form):
+  # rollout ~ (1, e^-2gap), policy ~ (1, e^-gap): q^2/p = 1 at the second token, chi^2 = 1 - 2e^-gap
+  policy, rollout = jnp.array([[0.0, -gap]]), jnp.array([[0.0, -2 * gap]])
+  found = dv.statistics(policy, rollout, jnp.array([0]), full=True)
+  np.testing.assert_allclose(found.chi2, oracles.chi2(policy, rollout), rtol=1e-5)
+  assert found.chi2 > 0.9
+
+
+def test_a_wrong_report_shows_beside_an_exact_zero(form):
+  policy, tokens = logits()[0], tokens_of()
   reported = dv.logp(policy, tokens).at[0, 0].add(-0.5).at[1, 0].set(jnp.nan).at[2, 0].set(-INF)
-  found, logp = dv.statistics(policy, policy, tokens, reported)
+  statistics = dv.statistics(policy, policy, tokens)
+  found = statistics.divergences(reported)
   np.testing.assert_array_equal(found.kl, 0)
   np.testing.assert_allclose(found.log_ratio[0, 0], 0.5, rtol=1e-6)
   assert jnp.isnan(found.log_ratio[1, 0]) and found.log_ratio[2, 0] == INF
   np.testing.assert_array_equal(found.log_ratio[3:], 0)
-  assert jnp.isfinite(logp).all()
+  assert jnp.isfinite(statistics.policy_logp).all()
+  np.testing.assert_array_equal(statistics.divergences().log_ratio, 0)
+
+
+def test_criteria_carry_no_gradient():
+  policy, rollout, tokens = *logits(), tokens_of()
+
+  def total(policy, rollout):
+    statistics = dv.statistics(policy, rollout, tokens, full=True)
+    judged = sum(x.sum() for x in jax.tree.leaves(statistics.divergences()))
+    return judged + statistics.kl.sum() + statistics.tv.sum() + statistics.chi2.sum()
+
+  for gradient in jax.grad(total, (0, 1))(policy, rollout):
+    np.testing.assert_array_equal(gradient, 0)
+
+
+# What an adversary may hand over.
+
+ENTRIES = st.one_of(
+  st.floats(-8, 8, width=32),
+  st.floats(-100, 100, width=32),
+  st.sampled_from([-math.inf, 0.0, 1e4, -1e4, 9999.0, 1e-30, 88.0, -104.0, 3e30, -3e30]),
+)
+NUDGES = st.sampled_from([0.0, 1e-6, -1e-4, 1e-2, 0.3, 1.0])
+
+
+@functools.cache
+def compiled(rows):
+  """The statistics of [2, 6] logits, plain or by blocks of rows."""
+  pair.SMALL, kept = (1 if rows else pair.SMALL), pair.SMALL
+  blocks.BLOCK, block = (6 if rows else blocks.BLOCK), blocks.BLOCK
+  example = jnp.zeros((2, 6)), jnp.zeros((2, 6)), jnp.zeros(2, jnp.int32)
+  fn = jax.jit(functools.partial(dv.statistics, full=True)).lower(*example).compile()
+  pair.SMALL, blocks.BLOCK = kept, block
+  return fn
+
+
+@hypothesis.given(
+  rollout=st.lists(ENTRIES, min_size=12, max_size=12),
+  other=st.lists(st.one_of(ENTRIES, st.none()), min_size=12, max_size=12),
+  nudges=st.lists(NUDGES, min_size=12, max_size=12),
+  shift=st.sampled_from([0.0, 5.0, -1e4]),
+  rows=st.booleans(),
+)
+def test_adversarial_logits(rollout, other, nudges, shift, rows):
+  near = [a + n if o is None else o for a, o, n in zip(rollout, other, nudges, strict=True)]
+  rollout, policy = (np.float32(x).reshape(2, 6) for x in (rollout, near))
+  policy = policy + np.float32(shift)
+  # Position 1 is identical on both sides.
+  policy[1] = rollout[1]
+  rollout[:, 0], policy[:, 0] = np.maximum(rollout[:, 0], -50), np.maximum(policy[:, 0], -50)
+  policy[1, 0] = rollout[1, 0]
+  found = jax.tree.map(np.asarray, compiled(rows)(policy, rollout, np.zeros(2, np.int32)))
+  for name in ('kl', 'tv', 'entropy', 'reverse_kl', 'chi2', 'square'):
+    value = getattr(found, name)
+    assert not np.isnan(value).any() and (value >= (-1e-6 if name == 'entropy' else 0)).all(), name
+  for name in ('kl', 'tv', 'reverse_kl', 'chi2'):
+    assert getattr(found, name)[1] == 0, name
+  with np.errstate(invalid='ignore', over='ignore'):
+    want = {
+      'kl': oracles.kl(policy, rollout),
+      'reverse_kl': oracles.kl(rollout, policy),
+      'chi2': oracles.chi2(policy, rollout),
+    }
+  gaps = ((policy == -np.inf) & (rollout > -np.inf)).any(-1)
+  excess = ((rollout == -np.inf) & (policy > -np.inf)).any(-1)
+  for name, value in want.items():
+    value = np.where(gaps if name == 'kl' else excess, np.inf, value)
+    # Beyond float32's range inf is the nearest.
+    value = np.where(value > 3e38, np.inf, value)
+    np.testing.assert_allclose(getattr(found, name), value, rtol=3e-5, atol=1e-9, err_msg=name)
+  assert (found.tv <= 1).all()
+  np.testing.assert_allclose(found.tv, oracles.total_variation(policy, rollout), atol=2e-7)
+  np.testing.assert_allclose(found.entropy, oracles.entropy(policy), atol=2e-6)
+
+
+# Bad input.
+
+
+@pytest.fixture
+def unchecked():
+  """As users call the functions: without the type checks of the tests."""
+  jaxtyping.config.update('jaxtyping_disable', True)
+  yield
+  jaxtyping.config.update('jaxtyping_disable', False)
+
+
+def test_bad_input_is_named(unchecked):
+  policy, rollout, tokens = *logits(), tokens_of()
+  cases = [
+    ((policy.astype(jnp.int32), rollout, tokens), {}, 'policy_logits has dtype int32'),
+    ((policy, rollout[..., :9], tokens), {}, 'rollout_logits scores 9 tokens and policy_logits 16'),
+    ((policy, rollout[:2], tokens), {}, r'rollout_logits has shape \(2, 3, 16\)'),
+    ((policy, rollout, tokens[:, :2]), {}, r'tokens has shape \(8, 2\)'),
+    ((policy, rollout, tokens * 1.0), {}, 'tokens has dtype float32'),
+    ((policy, rollout, tokens), {'temperature': 0.0}, 'temperature=0.0 must be > 0'),
+    ((policy[..., :0], rollout[..., :0], tokens), {}, 'vocabulary of >= 1'),
+  ]
+  for args, settings, message in cases:
+    with pytest.raises(InputError, match=message):
+      dv.statistics(*args, **settings)
+  for fn in (dv.kl, dv.total_variation, dv.jensen_shannon):
+    with pytest.raises(InputError, match='rollout_logits scores 9'):
+      fn(policy, rollout[..., :9])
+  with pytest.raises(InputError, match='logits has dtype int32'):
+    dv.logp(policy.astype(jnp.int32), tokens)
+  for alpha in (0.0, -1.0, 1.0, math.nan):
+    with pytest.raises(InputError, match='alpha='):
+      dv.renyi(policy, rollout, alpha=alpha)
+
+
+@pytest.mark.parametrize('shape', [(0, 3, 16), (2, 0, 16)])
+def test_no_positions(shape):
+  found = dv.statistics(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[:2], jnp.int32))
+  assert found.kl.shape == found.policy_logp.shape == shape[:2]
 
 
 # Transformations.
 
 
-def test_gradients():
+def test_gradients(form):
   policy, rollout = logits(1, 1.0, (2, 2, 5))
   tokens = jnp.array([[0, 3], [4, 1]])
   asarrays = lambda f: lambda *xs: f(*map(jnp.asarray, xs))
@@ -331,6 +501,13 @@ def test_gradients():
   check(asarrays(dv.total_variation), (policy, rollout))
   check(asarrays(dv.entropy), (policy,))
   check(asarrays(lambda x: dv.logp(x, tokens)), (policy,))
+  check(
+    asarrays(lambda x: dv.statistics(x, rollout, tokens, temperature=0.7).policy_logp), (policy,)
+  )
+  check(asarrays(lambda x: dv.statistics(x, rollout, tokens, temperature=0.7).entropy), (policy,))
+  check(asarrays(dv.jensen_shannon), (policy, rollout))
+  for alpha in (0.5, 2.0):
+    check(asarrays(functools.partial(dv.renyi, alpha=alpha)), (policy, rollout))
   for k in (dv.k1, dv.k2, dv.k3):
     check(asarrays(k), (policy,))
 
@@ -348,28 +525,25 @@ def test_gradient_of_kl_is_the_difference_of_probabilities():
 
 
 def everything(policy, rollout, tokens, axis_name=None):
-  found, logp = dv.statistics(
-    policy, rollout, tokens, jnp.zeros(tokens.shape), temperature=0.9, axis_name=axis_name
-  )
+  found = dv.statistics(policy, rollout, tokens, temperature=0.9, full=True, axis_name=axis_name)
   single = {
     'kl': dv.kl(policy, rollout, axis_name=axis_name),
     'tv': dv.total_variation(policy, rollout, axis_name=axis_name),
     'entropy': dv.entropy(policy, axis_name=axis_name),
     'logp': dv.logp(policy, tokens, axis_name=axis_name),
   }
-  return single | {
-    'all.kl': found.kl,
-    'all.tv': found.tv,
-    'all.log_ratio': found.log_ratio,
-    'all.entropy': found.entropy,
-    'all.logp': logp,
+  single |= {
+    'js': dv.jensen_shannon(policy, rollout, axis_name=axis_name),
+    'renyi': dv.renyi(policy, rollout, alpha=0.5, axis_name=axis_name),
   }
+  return single | {f'all.{name}': x for name, x in dataclasses.asdict(found).items()}
 
 
 def cotangent(values):
   """Different for every output and position."""
   return {
-    name: value * 0 + jnp.sin(7.0 * i + jnp.arange(value.size)).reshape(value.shape)
+    name: 0 * jnp.where(jnp.isfinite(value), value, 0)
+    + jnp.sin(7.0 * i + jnp.arange(value.size)).reshape(value.shape)
     for i, (name, value) in enumerate(sorted(values.items()))
   }
 
@@ -394,7 +568,7 @@ def awkward(seed):
   return policy, rollout, tokens_of(seed)
 
 
-def test_jit_and_vmap():
+def test_jit_and_vmap(form):
   policy, rollout, tokens = awkward(2)
   want = everything(policy, rollout, tokens)
   for name, value in jax.jit(everything)(policy, rollout, tokens).items():

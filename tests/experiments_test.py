@@ -81,7 +81,12 @@ def test_one_run_from_the_command_line_interrupted_and_resumed(tmp_path):
   ).split()
   line = [sys.executable, '-m', 'experiments.train_policy', '--directory', str(directory)]
   line += ['--data-dir', str(tmp_path / 'data'), *words]
-  environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    # The second start need not compile again.
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
   process = subprocess.Popen(
     line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
   )

@@ -35,6 +35,32 @@ def total_variation(policy_logits, rollout_logits, temperature=1.0):
   return 0.5 * np.abs(np.exp(q) - np.exp(p)).sum(-1)
 
 
+def chi2(policy_logits, rollout_logits, temperature=1.0):
+  """sum policy^2 / rollout - 1; 0^2 / 0 = 0."""
+  q, p = log_softmax(policy_logits, temperature), log_softmax(rollout_logits, temperature)
+  with np.errstate(invalid='ignore', over='ignore'):
+    near = (np.exp(q) - np.exp(p)) * np.expm1(q - p)
+    terms = np.where(np.abs(q - p) < 1, near, np.exp(2 * q - p) - 2 * np.exp(q) + np.exp(p))
+  return np.where((q == -np.inf) & (p == -np.inf), 0, terms).sum(-1)
+
+
+def square(logits, temperature=1.0):
+  return (np.exp(log_softmax(logits, temperature)) ** 2).sum(-1)
+
+
+def jensen_shannon(policy_logits, rollout_logits, temperature=1.0):
+  q, p = log_softmax(policy_logits, temperature), log_softmax(rollout_logits, temperature)
+  middle = np.logaddexp(q, p) - np.log(2)
+  return (kl_of(middle, p) + kl_of(middle, q)) / 2
+
+
+def renyi(policy_logits, rollout_logits, temperature=1.0, *, alpha):
+  q, p = log_softmax(policy_logits, temperature), log_softmax(rollout_logits, temperature)
+  with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
+    terms = np.where(p == -np.inf, 0, np.exp(alpha * p + (1 - alpha) * q))
+    return np.log(terms.sum(-1)) / (alpha - 1)
+
+
 def entropy(logits, temperature=1.0):
   log_q = log_softmax(logits, temperature)
   with np.errstate(invalid='ignore'):

@@ -336,7 +336,7 @@ def shallow(name):
   return dataclasses.replace(CONFIGS[name], layers=1), params
 
 
-@pytest.mark.parametrize('mesh', [(1, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize('mesh', [(1, 1), pytest.param((8, 1), marks=pytest.mark.slow), (4, 2)])
 @pytest.mark.parametrize('name', ['dense', 'top-2'])
 def test_meshes_agree(name, mesh):
   config, whole = shallow(name)

@@ -13,7 +13,7 @@ from trm_jax import attention, method, policy, sampling, sharding, update
 from trm_jax.mismatch import fleet, routing, staleness
 
 CONFIG = policy.PolicyConfig(
-  width=16, layers=2, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
+  width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
 )
 V, G, PROMPTS, P, T = 16, 4, 8, 4, 6
 ROWS = PROMPTS * G
@@ -25,10 +25,10 @@ FLEET = fleet.Fleet(
 TRM = method.Method(max_kl=0.15)
 
 
-def settings(*methods, **sizes):
+def settings(*methods, config=CONFIG, **sizes):
   return update.Settings(
     methods=methods or (TRM,),
-    policy=CONFIG,
+    policy=config,
     samples=G,
     temperature=0.9,
     attention=attention.plain,
@@ -37,21 +37,21 @@ def settings(*methods, **sizes):
 
 
 @functools.cache
-def params(seed=0):
-  return jax.jit(lambda k: policy.init(k, CONFIG, V))(jax.random.key(seed))
+def params(seed=0, config=CONFIG):
+  return jax.jit(lambda k: policy.init(k, config, V))(jax.random.key(seed))
 
 
-@functools.cache
-def rollout(score='decode', which=FLEET):
-  """A rollout with mismatch, lengths 1..T and rewards of both kinds."""
+def roller(which, config=CONFIG, score='decode', options=None):
   keys = jax.random.split(jax.random.key(7), 3)
   prompts = jax.random.randint(keys[0], (PROMPTS, P), 0, V)
   start = jax.random.randint(keys[1], (PROMPTS,), 0, P)
-  made = jax.jit(
-    lambda p, first: fleet.generate(
+  reward = (jnp.arange(ROWS) * 7 % 5 < 2).astype(jnp.float32)
+
+  def roll(p, first, strength):
+    made = fleet.generate(
       which,
       p,
-      CONFIG,
+      config,
       prompts,
       start,
       keys[2],
@@ -62,11 +62,21 @@ def rollout(score='decode', which=FLEET):
       score=score,
       version=jnp.int32(0),
       first=first,
+      strength=strength,
       temperature=0.9,
     )
-  )(params(), params(1))
-  reward = (jnp.arange(ROWS) * 7 % 5 < 2).astype(jnp.float32)
-  return dataclasses.replace(made, reward=reward)
+    return dataclasses.replace(made, reward=reward)
+
+  return jax.jit(roll, compiler_options=options)
+
+
+decoded = functools.cache(roller)
+
+
+@functools.cache
+def rollout(strength=1.0):
+  """A rollout with mismatch (strength 0: none), lengths 1..T and rewards of both kinds."""
+  return decoded(FLEET)(params(), params(1), jnp.float32(strength))
 
 
 def batch(r=None, **fields):
@@ -78,15 +88,16 @@ def batch(r=None, **fields):
   )
 
 
-@functools.cache
-def compiled(s):
-  """One program per setting; jax keeps one executable of it per layout."""
-
+def program(s, options=None):
   def go(p, b, chosen):
     limit, key = jnp.float32(0.15), jax.random.key(1)
     return update.gradients(p, b, limit=limit, key=key, chosen=chosen, settings=s)
 
-  return jax.jit(go)
+  return jax.jit(go, compiler_options=options)
+
+
+# One program per setting; jax keeps one executable of it per layout.
+compiled = functools.cache(program)
 
 
 def gradients(b, s, p=None, mesh=None, chosen=0):
@@ -125,7 +136,22 @@ METHODS = {
     mean_kl=0.05, reduce_tokens='constant', kl_coefficient=0.3, kl_scope='kept'
   ),
   'clip': method.Method(surrogate='clip', max_tv=0.3),
+  'random mask': method.Method(max_kl=0.15, random_mask=True),
+  'recomputed anchor': method.Method(anchor='recomputed', weight='tis'),
+  'no limit': method.Method(),
+  'neutral': method.Method(missing='neutral'),
+  'error': method.Method(missing='error'),
+  'nothing kept': method.Method(max_kl=1e-30, kl_coefficient=0.3),
+  'nothing kept, kept rows': method.Method(max_kl=1e-30, kl_coefficient=0.3, kl_scope='kept'),
 }
+# Programs of several arms: one compilation for many methods.
+PLAIN = ('trm', 'random mask', 'recomputed anchor', 'no limit', 'neutral', 'error')
+PENALTY = (
+  'accepted, mean, penalty',
+  'penalty on kept rows',
+  'nothing kept',
+  'nothing kept, kept rows',
+)
 
 
 @functools.cache
@@ -136,14 +162,23 @@ def reference_logits():
   return jax.jit(scores)(params(2), rollout())
 
 
-def batch_for(m):
-  return batch(reference_logits=reference_logits() if m.kl_coefficient else None)
+def batch_for(name):
+  return batch(reference_logits=reference_logits() if METHODS[name].kl_coefficient else None)
+
+
+def arm(name, b=None, p=None, mesh=None, **sizes):
+  """`gradients` of a method in the program that holds it among others."""
+  names = PENALTY if name in PENALTY else PLAIN
+  arms = settings(*(METHODS[n] for n in names), **sizes)
+  return gradients(b or batch_for(name), arms, p, mesh, names.index(name))
 
 
 @functools.cache
 def whole(name):
-  m = METHODS[name]
-  return gradients(batch_for(m), settings(m))
+  """In one piece; alone in its program or as an arm of one, which is the same (below)."""
+  if name in PENALTY:
+    return arm(name)
+  return gradients(batch_for(name), settings(METHODS[name]))
 
 
 def test_the_reference_case_bites():
@@ -155,22 +190,38 @@ def test_the_reference_case_bites():
 
 @pytest.mark.parametrize(
   'name, parts',
-  [('trm', 2), ('trm', 4), ('accepted, mean, penalty', 4), ('penalty on kept rows', 2)]
-  + [pytest.param('accepted, mean, penalty', 2, marks=pytest.mark.slow)]
-  + [pytest.param('clip', parts, marks=pytest.mark.slow) for parts in (2, 4)],
+  [('trm', 4)]
+  + [pytest.param(n, p, marks=pytest.mark.slow) for n, p in [('trm', 2), ('clip', 2), ('clip', 4)]],
 )
 def test_micro_batches_change_nothing(name, parts):
-  m = METHODS[name]
-  assert_close(gradients(batch_for(m), settings(m, microbatches=parts)), whole(name))
+  got = gradients(batch_for(name), settings(METHODS[name], microbatches=parts))
+  assert_close(got, whole(name))
+
+
+@pytest.mark.parametrize('name', ['accepted, mean, penalty', 'penalty on kept rows'])
+@pytest.mark.parametrize('parts', [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_micro_batches_change_no_penalty(name, parts):
+  assert_close(arm(name, microbatches=parts), whole(name))
 
 
 @pytest.mark.parametrize(
   'name, mesh',
-  [('trm', (1, 1)), ('trm', (8, 1)), ('trm', (4, 2)), ('accepted, mean, penalty', (4, 2))],
+  [
+    ('trm', (1, 1)),
+    pytest.param('trm', (8, 1), marks=pytest.mark.slow),
+    pytest.param('trm', (4, 2), marks=pytest.mark.slow),
+    ('accepted, mean, penalty', (4, 2)),
+  ],
 )
 def test_meshes_change_nothing(name, mesh):
-  m = METHODS[name]
-  assert_close(gradients(batch_for(m), settings(m), mesh=mesh), whole(name))
+  got = gradients(batch_for(name), settings(METHODS[name]), mesh=mesh)
+  assert_close(got, whole(name))
+
+
+@pytest.mark.parametrize('name', ['trm', 'random mask', 'recomputed anchor'])
+def test_meshes_change_nothing_of_any_arm(name):
+  """The random mask is one permutation on every mesh."""
+  assert_close(arm(name, mesh=(4, 2)), arm(name))
 
 
 def test_micro_batches_on_a_mesh_change_nothing():
@@ -180,8 +231,7 @@ def test_micro_batches_on_a_mesh_change_nothing():
 
 def test_gradient_is_that_of_the_loss():
   """Against finite differences of the loss along the gradient, mask held (it is detached)."""
-  b, s = batch(), settings(method.Method())
-  loss, grads, _ = gradients(b, s)
+  _, grads, _ = arm('no limit')
   tree = jax.tree.structure(params())
   norm = np.sqrt(sum((g**2).sum() for g in grads))
   at = lambda h: jax.tree.unflatten(
@@ -191,7 +241,7 @@ def test_gradient_is_that_of_the_loss():
       for x, g in zip(jax.tree.leaves(params()), grads, strict=True)
     ],
   )
-  slope = (gradients(b, s, at(1e-2))[0] - gradients(b, s, at(-1e-2))[0]) / 2e-2
+  slope = (arm('no limit', p=at(1e-2))[0] - arm('no limit', p=at(-1e-2))[0]) / 2e-2
   assert abs(slope - norm) <= 2e-2 * norm
 
 
@@ -250,33 +300,33 @@ def test_rejected_rows_may_hold_anything(value):
 
 
 def test_without_replay_the_noise_is_far_below_any_limit():
-  report = gradients(batch(rollout('decode', fleet.Fleet())), settings(method.Method()))[2]
+  report = arm('no limit', batch(rollout(strength=0.0)))[2]
   kl = np.asarray(report.scored.divergences.kl)[np.asarray(report.scored.valid)]
   assert 0 < kl.max() < 1e-9
 
 
-def test_arms_of_one_program_equal_programs_of_one_arm():
-  arms = (TRM, method.Method(anchor='recomputed', weight='tis'))
-  for index, arm in enumerate(arms):
-    got = gradients(batch(), settings(*arms), chosen=index)
-    assert_close(got, gradients(batch(), settings(arm)), 1e-6)
+@pytest.mark.parametrize('name', ['trm', 'recomputed anchor'])
+def test_arms_of_one_program_equal_programs_of_one_arm(name):
+  assert_close(arm(name), whole(name), 1e-6)
 
 
-def test_random_mask_is_one_permutation_on_every_mesh():
-  m = method.Method(max_kl=0.15, random_mask=True)
-  want = gradients(batch(), settings(m))
-  assert want[2].keep.sum() == whole('trm')[2].keep.sum()
-  assert_close(gradients(batch(), settings(m), mesh=(4, 2)), want)
+def test_random_mask_keeps_as_many_rows():
+  kept, want = (np.asarray(arm(name)[2].keep) for name in ('random mask', 'trm'))
+  assert kept.sum() == want.sum() and (kept != want).any()
 
 
-@pytest.mark.parametrize('missing, kept', [('reject', False), ('neutral', True), ('error', False)])
-def test_missing_log_probs(missing, kept):
-  r = rollout('replay', fleet.Fleet())
+@pytest.mark.parametrize(
+  'name, kept', [('no limit', False), ('neutral', True), ('error', False), ('trm', False)]
+)
+def test_missing_log_probs(name, kept):
+  """An error only for the arm that says so."""
+  r = rollout()
   r = dataclasses.replace(r, logp=r.logp.at[5, 0].set(jnp.nan))
-  report = gradients(batch(r), settings(method.Method(missing=missing)))[2]
+  report = arm(name, batch(r))[2]
   assert bool(report.keep[5]) is kept
-  assert report.keep.sum() == ROWS - (not kept)
-  assert bool(report.finite) is (missing != 'error')
+  if name != 'trm':
+    assert report.keep.sum() == ROWS - (not kept)
+  assert bool(report.finite) is (name != 'error')
 
 
 def state(optimizer):
@@ -295,13 +345,12 @@ def state(optimizer):
 def test_no_accepted_row_or_a_bad_gradient_moves_nothing():
   optimizer = optax.adam(1e-2)
   begin = state(optimizer)
-  _, grads, report = compiled(settings())(begin.params, batch(), 0)
-  moved = update.apply_gradient(begin, grads, report, optimizer)
+  _, grads, report = compiled(settings())(begin.params, batch(), jnp.int32(0))
+  step = jax.jit(lambda *given: update.apply_gradient(*given, optimizer))
+  moved = step(begin, grads, report)
   assert bits(moved.params) != bits(begin.params)
   for field in ('accepted', 'finite'):
-    held = update.apply_gradient(
-      moved, grads, dataclasses.replace(report, **{field: jnp.bool_(False)}), optimizer
-    )
+    held = step(moved, grads, dataclasses.replace(report, **{field: jnp.bool_(False)}))
     assert bits((held.params, held.opt_state)) == bits((moved.params, moved.opt_state))
 
 
@@ -315,11 +364,12 @@ def test_minibatches_and_epochs_are_successive_steps():
     )
   )(state(optimizer), b)
   assert reports.loss.shape == (4,)
+  step = jax.jit(lambda *given: update.apply_gradient(*given, optimizer))
   want, minis = state(optimizer), update.split(b, 2, G)
   for index in range(4):
     mini = jax.tree.map(lambda x, i=index: x[i % 2], minis)
-    _, grads, report = compiled(settings())(want.params, mini, 0)
-    want = update.apply_gradient(want, grads, report, optimizer)
+    _, grads, report = compiled(settings())(want.params, mini, jnp.int32(0))
+    want = step(want, grads, report)
   for a, w in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
     np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-6)
 
@@ -363,27 +413,22 @@ def test_limit_pools_all_updates_and_never_falls_to_float_noise():
 
 
 def test_penalty_acts_even_where_no_row_is_accepted():
-  m = method.Method(max_kl=1e-30, kl_coefficient=0.3)
-  loss, grads, report = gradients(batch_for(m), settings(m))
+  loss, grads, report = whole('nothing kept')
   assert report.keep.sum() == 0 and report.accepted and loss > 0
   assert max(np.abs(g).max() for g in grads) > 1e-3
-  only_kept = method.Method(max_kl=1e-30, kl_coefficient=0.3, kl_scope='kept')
-  assert not gradients(batch_for(only_kept), settings(only_kept))[2].accepted
+  assert not whole('nothing kept, kept rows')[2].accepted
 
 
-def test_missing_is_an_error_only_for_the_arm_that_says_so():
-  r = dataclasses.replace(rollout(), logp=rollout().logp.at[0, 0].set(jnp.nan))
-  arms = settings(TRM, method.Method(max_kl=0.15, missing='error'))
-  assert gradients(batch(r), arms, chosen=0)[2].finite
-  assert not gradients(batch(r), arms, chosen=1)[2].finite
-
-
-def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(optimised):
+@pytest.mark.parametrize('layers', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(optimised, layers):
   """Compiled as users compile: optimisation must not tell the two forward passes apart."""
-  compiled.cache_clear()
-  r = rollout.__wrapped__('replay', fleet.Fleet())
-  masked = gradients(batch(r), settings(method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30)))
-  free = gradients(batch(r), settings(method.Method()))
+  config = dataclasses.replace(CONFIG, layers=layers)
+  p = params(config=config)
+  r = roller(fleet.Fleet(), config, 'replay', optimised)(p, None, jnp.float32(1))
+  masked, free = (
+    program(settings(m, config=config), optimised)(p, batch(r), jnp.int32(0))
+    for m in (method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30), method.Method())
+  )
   np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
   assert masked[2].keep.all()
-  assert masked[0] == free[0] and bits(masked[1]) == bits(free[1])
+  assert bits(masked[:2]) == bits(free[:2])

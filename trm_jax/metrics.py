@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax import importance
 from trm_jax.method import Scored
+from trm_jax.types import Rollout
 
 
 def _mean(x, where):
@@ -69,3 +70,17 @@ def summarise(
     }
   found |= by_length_quartile(keep, lengths)
   return jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype(jnp.float32), found)
+
+
+def route_flips(
+  rollout: Rollout, routes: Int[Array, 'B Lm1 N K'] | None
+) -> Float[Array, ''] | None:
+  """Share of (token, layer) pairs that the trainer sends to other experts than the engine did."""
+  if routes is None:
+    return None
+  width, lengths = rollout.prompts.shape[1], rollout.valid.sum(-1)
+  slots = jnp.arange(routes.shape[1])[None]
+  fed = (slots >= rollout.start[:, None]) & (slots < width - 1 + lengths[:, None])
+  differs = (jnp.sort(routes, -1) != jnp.sort(rollout.routes, -1)).any(-1)
+  hits = jnp.where(fed[..., None], differs, False)
+  return hits.sum() / jnp.maximum(fed.sum() * routes.shape[2], 1)

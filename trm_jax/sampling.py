@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import divergences, policy, sharding
+from trm_jax import divergences, linear_head, policy, sharding
 from trm_jax.sharding import DATA
 from trm_jax.types import InputError, Rollout
 
@@ -299,3 +299,26 @@ def token_logp(
     return jnp.where(valid, logp, 0)
 
   return sharding.over_vocabulary(block)(logits, tokens, valid)
+
+
+def policy_logp(
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  rollout: Rollout,
+  *,
+  temperature: float = 1.0,
+  attention: attn.Attention = attn.plain,
+) -> Float[Array, 'B T']:
+  """Log-probs of the rollout's tokens under `params` in nats, 0 on invalid slots.
+
+  One full forward pass; scores over the vocabulary never exist all at once. Gradients flow into
+  `params`.
+  """
+
+  def block(head, hidden, tokens, valid, *, axis_name=None):
+    logp, _ = linear_head.logp(hidden, head, tokens, temperature=temperature, axis_name=axis_name)
+    return jnp.where(valid, logp, 0)
+
+  hidden, _ = score(params, config, rollout, attention=attention)
+  by_head = sharding.over_head(block)
+  return by_head(policy.head(params), hidden, rollout.tokens, rollout.valid)

@@ -78,10 +78,24 @@ def over_vocabulary(fn):
 
   Rows are split over `data`; every output keeps its row axis. Without a mesh it is plain `fn`.
   """
+  return _split_vocabulary(fn, P(DATA, None, MODEL))
+
+
+def over_head(fn):
+  """`fn(head [V,D], *per-token or per-row arrays, axis_name=)`, likewise, V split over `model`."""
+  return _split_vocabulary(fn, P(MODEL, None))
+
+
+def _split_vocabulary(fn, first):
   if not active():
     return fn
-  return over_mesh(
-    functools.partial(fn, axis_name=MODEL),
-    in_specs=(P(DATA, None, MODEL), P(DATA), P(DATA)),
-    out_specs=P(DATA),
-  )
+
+  def split(x, *rows):
+    mapped = over_mesh(
+      functools.partial(fn, axis_name=MODEL),
+      in_specs=(first, *(P(DATA) for _ in rows)),
+      out_specs=P(DATA),
+    )
+    return mapped(jax.reshard(x, first), *rows)
+
+  return split

@@ -267,10 +267,13 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
     hidden, _ = sampling.score(params, config.policy, rollout, attention=attend)
     return policy.logits(params, hidden)
 
-  def logp(params, rollout):
-    return sampling.token_logp(
-      score(params, rollout), rollout.tokens, rollout.valid, temperature=config.temperature
-    )
+  logp = functools.partial(
+    lambda params, rollout, **settings: sampling.policy_logp(
+      params, config.policy, rollout, **settings
+    ),
+    temperature=config.temperature,
+    attention=attend,
+  )
 
   def prepare(state: TrainState, rollout: Rollout) -> Batch:
     """Adds the trainer's own log-probs, where they are not simply the current policy's."""

@@ -112,3 +112,38 @@ class Divergences:
   tv: Float[Array, 'B T']
   log_ratio: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
+
+
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+  """Everything exact about the pair (policy, rollout) at each position; float32, nats.
+
+  Attributes:
+    kl: KL(rollout || policy) in [0, inf].
+    tv: total variation in [0, 1].
+    entropy: entropy of the policy in [0, log V].
+    policy_logp, rollout_logp: log-probs of the sampled token on both sides, in [-inf, 0].
+    reverse_kl: KL(policy || rollout) in [0, inf]; None in the core set, as the rest.
+    chi2: sum policy^2 / rollout - 1 in [0, inf].
+    square: sum policy^2 in [1 / V, 1].
+  """
+
+  kl: Float[Array, '*b']
+  tv: Float[Array, '*b']
+  entropy: Float[Array, '*b']
+  policy_logp: Float[Array, '*b']
+  rollout_logp: Float[Array, '*b']
+  reverse_kl: Float[Array, '*b'] | None = None
+  chi2: Float[Array, '*b'] | None = None
+  square: Float[Array, '*b'] | None = None
+
+  def divergences(self, rollout_logp: Float[Array, '*b'] | None = None) -> Divergences:
+    """What criteria read, without gradient; log_ratio against `rollout_logp` where it is given.
+
+    Give the engine's own report: a wrong report then shows in log_ratio beside an exact KL of 0.
+    """
+    reported = self.rollout_logp if rollout_logp is None else rollout_logp
+    found = Divergences(self.kl, self.tv, self.policy_logp - reported, self.entropy)
+    return jax.lax.stop_gradient(found)

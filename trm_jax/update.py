@@ -1,6 +1,6 @@
 """From a rollout to new parameters: forward, judge, differentiate, step.
 
-    micro-batch -> logits -> (surrogate, penalty) totals -> gradients   summed over micro-batches
+    micro-batch -> hidden -> (surrogate, penalty) totals -> gradients   summed over micro-batches
     minibatch   -> gradient / global count -> optax -> parameters       repeated over epochs
 
 Totals and counts are divided once a minibatch, globally, so neither the micro-batch split nor the
@@ -20,7 +20,17 @@ from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import divergences, importance, metrics, policy, sampling, sharding, trust_region
+from trm_jax import (
+  blocks,
+  divergences,
+  importance,
+  linear_head,
+  metrics,
+  policy,
+  sampling,
+  sharding,
+  trust_region,
+)
 from trm_jax import method as mt
 from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import Mean, Rollout
@@ -139,7 +149,8 @@ def _each(body, carry, xs, count: int):
 
 
 def judge(
-  logits: Float[Array, 'B T V'],
+  hidden: Float[Array, 'B T D'],
+  head: Float[Array, 'V D'],
   batch: Batch,
   limit: Float[Array, ''],
   key: Key[Array, ''],
@@ -149,26 +160,31 @@ def judge(
   vocab_axis: str | None = None,
   data_axis: str | None = None,
 ) -> tuple[tuple[Mean, Mean], mt.Scored, Bool[Array, 'B'], Bool[Array, 'B T']]:
-  """((surrogate, penalty) over all devices, scored rows, keep, missing) from a block of logits.
+  """((surrogate, penalty) over all devices, scored rows, keep, missing) from hidden states.
 
   Rows are this device's (of `data_axis`), V its part of the vocabulary (of `vocab_axis`). Gradients
-  flow from the two means into `logits`, never through a mask or a divergence of the criterion.
+  flow from the two means into `hidden` and `head`, never through a mask or a divergence of the
+  criterion.
   """
   rollout = batch.rollout
-  found, logp = divergences.statistics(
-    logits,
-    rollout.logits,
+  statistics = linear_head.statistics(
+    hidden,
+    head,
     rollout.tokens,
-    rollout.logp,
+    rollout_logits=rollout.logits,
     temperature=settings.temperature,
     axis_name=vocab_axis,
   )
-  found = jax.lax.stop_gradient(found)
+  found, logp = statistics.divergences(rollout.logp), statistics.policy_logp
   reference_kl = None
   if batch.reference_logits is not None:
     # KL(policy || reference): the exact penalty, so the policy stands where the rollout did.
+    hidden, head, scores = blocks.match_varying(hidden, head, batch.reference_logits)
     reference_kl = divergences.kl(
-      batch.reference_logits, logits, temperature=settings.temperature, axis_name=vocab_axis
+      scores,
+      linear_head.project(hidden, head),
+      temperature=settings.temperature,
+      axis_name=vocab_axis,
     )
   detached = jax.lax.stop_gradient(logp)
   recomputed = detached if batch.recomputed_logp is None else batch.recomputed_logp
@@ -178,15 +194,15 @@ def judge(
     rollout_logp, usable = importance.resolve_missing(
       rollout.logp, logp, rollout.valid, missing=method.missing
     )
-    statistics = found
+    seen = found
     if method.missing == 'neutral':
-      statistics = dataclasses.replace(found, log_ratio=detached - rollout_logp)
+      seen = dataclasses.replace(found, log_ratio=detached - rollout_logp)
     scored = mt.Scored(
       logp=logp,
       rollout_logp=rollout_logp,
       recomputed_logp=recomputed,
       version_logp=version,
-      divergences=statistics,
+      divergences=seen,
       usable=usable,
       valid=rollout.valid,
       reward=rollout.reward,
@@ -216,7 +232,7 @@ def _judge_over_mesh(settings: Settings):
   body = functools.partial(judge, settings=settings, vocab_axis=MODEL, data_axis=DATA)
   rows, scores = P(DATA), P(DATA, None, MODEL)
 
-  def over_mesh(logits, batch, limit, key, chosen):
+  def over_mesh(hidden, head, batch, limit, key, chosen):
     replace = dataclasses.replace
     by_vocabulary = lambda x: sharding.reshard(x, DATA, None, MODEL)
     batch = replace(
@@ -229,8 +245,10 @@ def _judge_over_mesh(settings: Settings):
     if batch.reference_logits is not None:
       specs = replace(specs, reference_logits=scores)
     return sharding.over_mesh(
-      body, in_specs=(scores, specs, P(), P(), P()), out_specs=((P(), P()), rows, rows, rows)
-    )(logits, batch, limit, key, chosen)
+      body,
+      in_specs=(rows, P(MODEL), specs, P(), P(), P()),
+      out_specs=((P(), P()), rows, rows, rows),
+    )(hidden, sharding.reshard(head, MODEL), batch, limit, key, chosen)
 
   return over_mesh
 
@@ -258,8 +276,8 @@ def gradients(
     hidden, aux = sampling.score(
       params, settings.policy, micro.rollout, attention=settings.attention
     )
-    logits = policy.logits(params, hidden)
-    means, scored, kept, missing = over_mesh(logits, micro, limit, micro_key, chosen)
+    head = policy.head(params)
+    means, scored, kept, missing = over_mesh(hidden, head, micro, limit, micro_key, chosen)
     return tuple(m.total for m in means), (means, scored, kept, missing, aux.routes)
 
   def body(carry, xs):
@@ -300,7 +318,7 @@ def gradients(
     scored=scored,
     keep=kept,
     missing=missing,
-    route_flips=_route_flips(batch.rollout, routes),
+    route_flips=metrics.route_flips(batch.rollout, routes),
     loss=loss,
     grad_norm=norm,
     finite=finite,
@@ -308,18 +326,6 @@ def gradients(
     accepted=(kept.sum() > 0) | ((coefficient > 0) & (penalty.total != 0)),
   )
   return loss, gradient, report
-
-
-def _route_flips(rollout: Rollout, routes):
-  """Share of (token, layer) pairs that the trainer sends to other experts than the engine did."""
-  if routes is None:
-    return None
-  width, lengths = rollout.prompts.shape[1], rollout.valid.sum(-1)
-  slots = jnp.arange(routes.shape[1])[None]
-  fed = (slots >= rollout.start[:, None]) & (slots < width - 1 + lengths[:, None])
-  differs = (jnp.sort(routes, -1) != jnp.sort(rollout.routes, -1)).any(-1)
-  hits = jnp.where(fed[..., None], differs, False)
-  return hits.sum() / jnp.maximum(fed.sum() * routes.shape[2], 1)
 
 
 def apply_gradient(state: TrainState, gradient, report: Report, optimizer) -> TrainState:

@@ -6,7 +6,7 @@ contiguous block of it, blocks ordered by device, and each function adds one all
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def maximum(x: Float[Array, '*b V'], axis_name: str | None = None) -> Float[Array, '*b']:
@@ -28,13 +28,22 @@ def pick(
 
   Tokens outside the vocabulary give 0 (padding may hold anything).
   """
-  size = x.shape[-1]
-  offset = 0 if axis_name is None else size * jax.lax.axis_index(axis_name)
-  local = tokens - offset
-  here = (local >= 0) & (local < size)
-  value = jnp.take_along_axis(x, jnp.clip(local, 0, size - 1)[..., None], -1)[..., 0]
+  local, here = place(tokens, x.shape[-1], axis_name)
+  value = jnp.take_along_axis(x, local[..., None], -1)[..., 0]
   value = jnp.where(here, value, 0)
   return value if axis_name is None else jax.lax.psum(value, axis_name)
+
+
+def place(
+  tokens: Int[Array, '*b'], size: int, axis_name: str | None = None
+) -> tuple[Int[Array, '*b'], Bool[Array, '*b']]:
+  """(index of each token in this device's block of `size` entries, whether it is there at all).
+
+  The index is inside the block in any case.
+  """
+  offset = 0 if axis_name is None else size * jax.lax.axis_index(axis_name)
+  local = tokens - offset
+  return jnp.clip(local, 0, size - 1), (local >= 0) & (local < size)
 
 
 def centred(

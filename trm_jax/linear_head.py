@@ -1,0 +1,279 @@
+"""The statistics of `divergences` straight from hidden states and output heads: no [B,T,V] exists.
+
+    statistics    policy hidden + head against rollout logits, or rollout hidden + head
+    brackets      against the rollout's top-K log-probs and tail mass: lower and upper bounds
+    logp          of the policy alone, where the rollout reported only sampled log-probs
+
+Scores exist only inside a chunk of rows (forward) or of the vocabulary (backward), or, on a TPU, in
+a kernel's fast memory. Gradients flow from log-probs and entropy to `hidden` and `head`; the
+divergences carry none: they build masks. Under `shard_map` with rows over one axis and the head's
+rows over another, the sums over devices that the gradient needs follow from the operands' types.
+
+What is recomputed from hidden states is what *this* head makes of them: a mismatch inside the
+engine's own head (its dtype, its kernel) shows only in logits that the engine stored.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from trm_jax import blocks, divergences, kernels, pair, vocab
+from trm_jax.types import InputError, Statistics
+
+# Entries of one chunk of scores: 32 MiB of float32.
+CHUNK = 2**23
+
+
+class _Rollout(NamedTuple):
+  """Scores of the rollout, or what makes them."""
+
+  logits: Array | None
+  hidden: Array | None
+  head: Array | None
+  lse: Array | None
+
+
+def project(hidden: Float[Array, '*n D'], head: Float[Array, 'V D']) -> Float[Array, '*n V']:
+  """Scores hidden @ head.T in float32; two bfloat16 operands are multiplied as such."""
+  low = hidden.dtype == head.dtype == jnp.bfloat16
+  if not low:
+    hidden, head = hidden.astype(jnp.float32), head.astype(jnp.float32)
+  return jnp.einsum(
+    '...d,vd->...v',
+    hidden,
+    head,
+    precision=None if low else 'float32',
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _check(temperature, hidden, head, tokens, **rollout):
+  pairs = {'hidden': (hidden, 'head', head)}
+  if rollout.get('rollout_hidden') is not None or rollout.get('rollout_head') is not None:
+    pairs['rollout_hidden'] = (rollout['rollout_hidden'], 'rollout_head', rollout['rollout_head'])
+  for name, (states, head_name, table) in pairs.items():
+    if states is None or table is None:
+      raise InputError(f'{name} and {head_name} belong together: give both or neither.')
+    if table.ndim != 2 or states.shape[-1:] != table.shape[1:]:
+      raise InputError(
+        f'{name} has shape {states.shape} and {head_name} {table.shape}: {head_name} must be [V, D]'
+        f' with the D of {name}; transpose it if it is [D, V].'
+      )
+    for part, x in ((name, states), (head_name, table)):
+      if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InputError(f'{part} has dtype {x.dtype}: pass float32 or bfloat16.')
+    if states.shape[:-1] != hidden.shape[:-1]:
+      raise InputError(
+        f'{name} has shape {states.shape} and hidden {hidden.shape}: the positions must agree.'
+      )
+    if table.shape[0] != head.shape[0]:
+      raise InputError(
+        f'{head_name} scores {table.shape[0]} tokens and head {head.shape[0]}: both must score the'
+        ' same vocabulary.'
+      )
+  scores = jax.ShapeDtypeStruct((*hidden.shape[:-1], head.shape[0]), jnp.float32)
+  others = {k: v for k, v in rollout.items() if k == 'rollout_logits' and v is not None}
+  divergences.check(temperature, tokens, **{'hidden @ head.T': scores}, **others)
+
+
+def statistics(
+  hidden: Float[Array, '*b D'],
+  head: Float[Array, 'V D'],
+  tokens: Int[Array, '*b'],
+  *,
+  rollout_logits: Float[Array, '*b V'] | None = None,
+  rollout_hidden: Float[Array, '*b E'] | None = None,
+  rollout_head: Float[Array, 'V E'] | None = None,
+  rollout_lse: Float[Array, '*b'] | None = None,
+  temperature: float | Float[Array, ''] = 1.0,
+  full: bool = False,
+  axis_name: str | None = None,
+) -> Statistics:
+  """`divergences.statistics` of hidden @ head.T against the rollout, in chunks; float32, nats.
+
+  The rollout is given by its logits, or by its hidden states and head. `rollout_lse`, the logsumexp
+  of its logits over the temperature, spares a TPU one pass over them (4 bytes a token at sampling
+  time); a value that does not normalise them gives NaN there.
+
+  Gradients: policy_logp and entropy to `hidden` and `head`, recomputed over blocks of the
+  vocabulary. With `axis_name`, `head` and the rollout's logits or head are this device's rows or
+  columns of the vocabulary. arXiv 2512.23075, eq. 4 and 5. Raises InputError for shapes that do not
+  fit or where the rollout is given twice or not at all.
+  """
+  if (rollout_logits is None) == (rollout_hidden is None and rollout_head is None):
+    raise InputError(
+      'rollout_logits and rollout_hidden/rollout_head: give exactly one of the two; for sampled'
+      ' log-probs alone use logp, for top-K log-probs brackets.'
+    )
+  _check(
+    temperature,
+    hidden,
+    head,
+    tokens,
+    rollout_logits=rollout_logits,
+    rollout_hidden=rollout_hidden,
+    rollout_head=rollout_head,
+  )
+  rollout = _Rollout(rollout_logits, rollout_hidden, rollout_head, rollout_lse)
+  return _positions(_statistics, hidden, head, tokens, rollout, temperature, full, axis_name)
+
+
+def logp(
+  hidden: Float[Array, '*b D'],
+  head: Float[Array, 'V D'],
+  tokens: Int[Array, '*b'],
+  *,
+  temperature: float | Float[Array, ''] = 1.0,
+  axis_name: str | None = None,
+) -> tuple[Float[Array, '*b'], Float[Array, '*b']]:
+  """(log-prob of each token in [-inf, 0], entropy in [0, log V]) of the policy; nats, float32.
+
+  Gradients of both to `hidden` and `head`. With `axis_name`, 2 all-reduces of 4 floats a position.
+  """
+  _check(temperature, hidden, head, tokens)
+  rollout = _Rollout(None, None, None, None)
+  found = _positions(_statistics, hidden, head, tokens, rollout, temperature, False, axis_name)
+  return found.policy_logp, found.entropy
+
+
+def _positions(fn, hidden, head, tokens, rollout, temperature, *static):
+  """fn on flat positions, with operands whose cotangents sum over devices by themselves."""
+  shape = tokens.shape
+  rows = lambda x, n: None if x is None else x.reshape(math.prod(shape), *x.shape[n:])
+  n = len(shape)
+  rollout = _Rollout(
+    rows(rollout.logits, n), rows(rollout.hidden, n), rollout.head, rows(rollout.lse, n)
+  )
+  rollout = jax.lax.stop_gradient(rollout)
+  hidden, head, *_ = blocks.match_varying(rows(hidden, n), head, *rollout)
+  temperature = divergences.static(temperature)
+  found, seeds = fn(hidden, head, rows(tokens, n), rollout, temperature, *static)
+  found = divergences.with_gradient(found, seeds, head, static[-1])
+  return jax.tree.map(lambda x: x.reshape(shape), found)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _statistics(hidden, head, tokens, rollout, temperature, full, axis_name):
+  return _forward(hidden, head, tokens, rollout, temperature, full, axis_name)[0]
+
+
+def _forward(hidden, head, tokens, rollout, temperature, full, axis_name):
+  args = hidden, head, tokens, rollout, temperature
+  chunked = functools.partial(_by_chunks, full=full, axis_name=axis_name)
+  if hidden.shape[0] * head.shape[0] < pair.SMALL:
+    policy, found = chunked(*args)
+  else:
+    kernel = functools.partial(_by_kernel, full=full, axis_name=axis_name)
+    policy, found = jax.lax.platform_dependent(*args, tpu=kernel, default=chunked)
+  seed = pair.seed(hidden[..., 0], head[0, 0])
+  return (found, (seed, seed)), (hidden, head, tokens, temperature, policy)
+
+
+def _by_chunks(hidden, head, tokens, rollout, temperature, *, full, axis_name):
+  """(policy side, statistics): scores of a chunk of rows at a time, all of the vocabulary."""
+
+  def chunk(rows):
+    hidden, tokens, logits, states = rows
+    scores = project(hidden, head)
+    if states is not None:
+      logits = project(states, rollout.head)
+    if logits is None:
+      policy = pair.one(scores, tokens, temperature, axis_name)
+      return policy, Statistics(None, None, policy.entropy, policy.logp, None)
+    sides = pair.compare(scores, logits, tokens, temperature, axis_name, full=full)
+    return sides[0], divergences.gather(*sides)
+
+  rows = hidden, tokens, rollout.logits, rollout.hidden
+  return blocks.by_rows(chunk, rows, rows=blocks.rows_of(head.shape[0], CHUNK))
+
+
+def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
+  """The same in one or two passes of a kernel over the vocabulary, all rows at once."""
+  has_rollout = rollout.logits is not None or rollout.hidden is not None
+
+  def side(states, table, logits, entropy):
+    if logits is None:
+      found = kernels.linear_sums(states, table, temperature)
+      local, here = vocab.place(tokens, table.shape[0], axis_name)
+      picked = jnp.einsum(
+        'nd,nd->n',
+        states,
+        table[local],
+        precision='float32',
+        preferred_element_type=jnp.float32,
+      )
+      picked = jnp.where(here, picked, 0)
+    else:
+      found = kernels.sums(logits, temperature)
+      picked = pair.pick(logits, tokens, axis_name)
+    return pair.Sums(found.top, found.total, found.weighted if entropy else None, picked)
+
+  sides = [side(hidden, head, None, True)]
+  if has_rollout:
+    sides.append(side(rollout.hidden, rollout.head, rollout.logits, False))
+  policy, *others = (
+    pair.side(s, temperature) for s in pair.merge(tuple(sides), temperature, axis_name)
+  )
+  if not has_rollout:
+    return policy, Statistics(None, None, policy.entropy, policy.logp, None)
+  (other,) = others
+  scores = rollout.logits if rollout.hidden is None else (rollout.hidden, rollout.head)
+  normalisers = policy.top, policy.log_sum, other.top, other.log_sum
+  found, _ = kernels.linear_terms(hidden, head, scores, *normalisers, temperature, full=full)
+  if axis_name is not None:
+    parts, tree = jax.tree.flatten(found)
+    found = jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(parts), axis_name)))
+  return policy, divergences.gather(policy, other, found)
+
+
+def _backward(full, axis_name, residuals, g):
+  """Blocks of the vocabulary: each block of the head's gradient is written once."""
+  del full
+  hidden, head, tokens, temperature, policy = residuals
+  found, (to_logp, to_entropy) = g
+  to_logp, to_entropy = to_logp + found.policy_logp, to_entropy + found.entropy
+  count, size = head.shape[0], min(head.shape[0], max(CHUNK // max(hidden.shape[0], 1), 128))
+  local, here = vocab.place(tokens, count, axis_name)
+  local = jnp.where(here, local, -1)
+
+  def block(i, carry):
+    to_hidden, to_head = carry
+    # The last block overlaps the one before: the same values are written again, not added again.
+    start = jnp.minimum(i * size, count - size)
+    part = jax.lax.dynamic_slice_in_dim(head, start, size)
+    new = start + jnp.arange(size) >= i * size
+    scores = project(hidden, part)
+    slope = pair.score_gradient(
+      scores, local - start, temperature, policy, to_logp, to_entropy, None
+    ).astype(_product(hidden, head))
+    to_part = _contract('nv,nd->vd', slope, hidden)
+    to_hidden += _contract('nv,vd->nd', slope, jnp.where(new[:, None], part, 0))
+    to_head = jax.lax.dynamic_update_slice_in_dim(to_head, to_part.astype(head.dtype), start, 0)
+    return to_hidden, to_head
+
+  carry = blocks.zeros(hidden, jnp.float32), blocks.zeros(head, head.dtype)
+  to_hidden, to_head = jax.lax.fori_loop(0, -(-count // size), block, carry)
+  return to_hidden.astype(hidden.dtype), to_head, None, None, None
+
+
+_statistics.defvjp(_forward, _backward)
+
+
+def _product(hidden, head):
+  """dtype in which gradients are multiplied, as the scores were."""
+  return jnp.bfloat16 if hidden.dtype == head.dtype == jnp.bfloat16 else jnp.float32
+
+
+def _contract(spec, slope, other):
+  low = slope.dtype == jnp.bfloat16
+  return jnp.einsum(
+    spec,
+    slope,
+    other.astype(slope.dtype),
+    precision=None if low else 'float32',
+    preferred_element_type=jnp.float32,
+  )

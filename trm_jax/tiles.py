@@ -1,0 +1,234 @@
+"""How TPU kernels cut their arrays into blocks of on-chip memory (VMEM), and how they are called.
+
+A source of logits is (logits,) or (hidden, head), whose product exists one block at a time. The
+grid is (share of the vocabulary, block of rows, block of the share). Each share has its own output,
+so that two cores between them read every block of a head once.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+# Rows worked on together: they fill one register of bfloat16, two of float32.
+STEP = 16
+MIB = 2**20
+# Left to the compiler for spilled registers and its own buffers.
+SPARE_VMEM = 6 * MIB
+# Of every generation from v5 on; the device says it where there is one.
+_LEAST_VMEM = 64 * MIB
+# Rows and vocabulary entries of one matrix product.
+_PRODUCT = 512
+
+
+class Plan(NamedTuple):
+  """Blocks of one kernel call.
+
+  Attributes:
+    rows, size: positions and vocabulary entries.
+    block_rows, block_size: those of a grid step.
+    product_rows: rows whose logits are computed at a time; STEP where no source is a product.
+    shares: parts of the vocabulary that different cores may take.
+    linear: which sources are products.
+    vmem: bytes the kernel may take.
+  """
+
+  rows: int
+  size: int
+  block_rows: int
+  block_size: int
+  product_rows: int
+  shares: int
+  linear: tuple[bool, ...]
+  vmem: int
+
+  @property
+  def blocks(self) -> int:
+    return pl.cdiv(self.size, self.block_size)
+
+  @property
+  def grid(self) -> tuple[int, int, int]:
+    return self.shares, pl.cdiv(self.rows, self.block_rows), pl.cdiv(self.blocks, self.shares)
+
+  def specs(self, sources):
+    # A share that is one block short repeats its last one, which costs no read.
+    entry = lambda s, j: jnp.minimum(s * self.grid[2] + j, self.blocks - 1)
+    for source in sources:
+      if len(source) == 1:
+        yield pl.BlockSpec((self.block_rows, self.block_size), lambda s, i, j: (i, entry(s, j)))
+        continue
+      width = source[0].shape[1]
+      # Changes so rarely that a second buffer would only halve the rows that fit.
+      once = pl.Buffered(1)
+      yield pl.BlockSpec((self.block_rows, width), lambda s, i, j: (i, 0), pipeline_mode=once)
+      yield pl.BlockSpec((self.block_size, width), lambda s, i, j: (entry(s, j), 0))
+
+  def scratch(self):
+    return [pltpu.VMEM((self.product_rows, self.block_size), jnp.float32)] * sum(self.linear)
+
+  def split(self, refs):
+    """(references of each source, those between, one logits buffer or None a source)."""
+    refs = list(refs)
+    buffers = [refs.pop() if is_linear else None for is_linear in self.linear]
+    sources = [[refs.pop(0) for _ in range(1 + is_linear)] for is_linear in self.linear]
+    return sources, refs, buffers
+
+  def walk(self, sources, buffers, body):
+    """body(valid lanes, output rows, [(reference of logits, its rows)]), STEP rows at a time."""
+    block = pl.program_id(0) * self.grid[2] + pl.program_id(2)
+
+    def group(width, g):
+      first = g * self.product_rows
+      for source, buffer in zip(sources, buffers, strict=True):
+        if buffer is not None:
+          hidden = source[0][pl.ds(pl.multiple_of(first, STEP), self.product_rows), :]
+          buffer[...] = _product(hidden, source[1][...])
+
+      def step(k, _):
+        near = pl.ds(pl.multiple_of(k * STEP, STEP), STEP)
+        rows = pl.ds(pl.multiple_of(first + k * STEP, STEP), STEP)
+        pairs = zip(sources, buffers, strict=True)
+        body(width, rows, [(s[0], rows) if b is None else (b, near) for s, b in pairs])
+
+      jax.lax.fori_loop(0, self.product_rows // STEP, step, None)
+
+    def groups(width):
+      count = self.block_rows // self.product_rows
+      jax.lax.fori_loop(0, count, lambda g, _: group(width, g), None)
+
+    last = self.size - (self.blocks - 1) * self.block_size
+    pl.when(block < self.blocks - (last < self.block_size))(lambda: groups(self.block_size))
+    if last < self.block_size:
+      pl.when(block == self.blocks - 1)(lambda: groups(last))
+
+
+def plan(sources, fields: int, block: tuple[int, int] | None, vmem_bytes: int | None) -> Plan:
+  """Blocks for `sources` and `fields` sums a row: of `block` = (rows, entries), or what fits."""
+  linear = tuple(len(source) == 2 for source in sources)
+  rows, size = sources[0][0].shape[0], sources[0][-1].shape[0 if linear[0] else 1]
+  vmem = vmem_of(vmem_bytes)
+  block_rows, block_size = block or _fit(sources, fields, rows, vmem - SPARE_VMEM)
+  block_size = min(up(block_size, LANES), up(size, LANES))
+  product_rows = STEP
+  if any(linear):
+    product_rows = up(min(_PRODUCT, block_rows, rows), STEP)
+  block_rows = up(min(block_rows, rows), product_rows)
+  shares = 2 if any(linear) and size > block_size else 1
+  return Plan(rows, size, block_rows, block_size, product_rows, shares, linear, vmem)
+
+
+def _fit(sources, fields, rows, most):
+  """(rows, entries) of a block of a head: so that the head is read as few times as possible."""
+  linear = [s for s in sources if len(s) == 2]
+  width = lambda x: up(x.shape[1], LANES) * x.dtype.itemsize
+  # Blocks of logits, of the sums and of the given normalisers have two buffers, as those of a head.
+  an_entry = sum(2 * width(head) + 4 * _PRODUCT for _, head in linear)
+  a_pair = sum(2 * s[0].dtype.itemsize for s in sources if len(s) == 1)
+  a_row = sum(width(hidden) for hidden, _ in linear) + 2 * 4 * LANES * (fields + 1)
+
+  def passes(size):
+    fitting = (most - size * an_entry) // (a_row + size * a_pair) // _PRODUCT * _PRODUCT
+    return pl.cdiv(rows, max(fitting, LANES))
+
+  size = min((_PRODUCT, _PRODUCT // 2, LANES), key=passes)
+  return pl.cdiv(rows, passes(size)), size
+
+
+def _product(hidden, head):
+  """hidden @ head.T in float32: exact for float32 operands, one pass for bfloat16."""
+  exact = jnp.float32 in (hidden.dtype, head.dtype)
+  if exact:
+    hidden, head = hidden.astype(jnp.float32), head.astype(jnp.float32)
+  return jax.lax.dot_general(
+    hidden,
+    head,
+    (((1,), (1,)), ((), ())),
+    precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def up(n: int, multiple: int) -> int:
+  """n, rounded up."""
+  return -(-n // multiple) * multiple
+
+
+def vmem_of(vmem_bytes: int | None) -> int:
+  """Bytes of VMEM: as given, of the default device, or what every recent TPU has."""
+  if vmem_bytes is not None:
+    return vmem_bytes
+  try:
+    return pltpu.get_tpu_info().vmem_capacity_bytes
+  except ValueError:  # traced where there is no TPU
+    return _LEAST_VMEM
+
+
+def scale(temperature):
+  """Operand and specification of (temperature, its inverse); none where it is 1 or None."""
+  if temperature is None or (isinstance(temperature, int | float) and temperature == 1):
+    return [], []
+  t = jnp.asarray(temperature, jnp.float32)
+  pair = jnp.stack([t, 1 / t]).reshape(1, 2)
+  return [pair], [pl.BlockSpec((1, 2), lambda *_: (0, 0), memory_space=pltpu.SMEM)]
+
+
+def scale_of(refs, scaled):
+  """((temperature, its inverse) or nothing, the other references)."""
+  return ((refs[0][0, 0], refs[0][0, 1]) if scaled else (), refs[scaled:])
+
+
+def run(kernel, plan, sources, given, fields, temperature, interpret, work):
+  """Runs a kernel over `plan`; [shares, fields, N, 128] sums per lane. `work`: see `cost`."""
+  factor, factor_spec = scale(temperature)
+  given_spec = [pl.BlockSpec((plan.block_rows, x.shape[1]), lambda s, i, j: (i, 0)) for x in given]
+  out = (plan.shares, fields, plan.rows, LANES)
+  repeats = {True: (plan.shares, plan.grid[1]), False: (1,)}
+  read = [
+    n * x.size * x.dtype.itemsize
+    for s in sources
+    for x, n in zip(s, repeats[len(s) == 2], strict=True)
+  ]
+  depth = sum(s[0].shape[1] for s in sources if len(s) == 2)
+  return call(
+    functools.partial(kernel, plan=plan, scaled=len(factor)),
+    [*factor, *(x for s in sources for x in s), *given],
+    grid=plan.grid,
+    in_specs=[*factor_spec, *plan.specs(sources), *given_spec],
+    out_specs=pl.BlockSpec((1, fields, plan.block_rows, LANES), lambda s, i, j: (s, 0, i, 0)),
+    out=out,
+    scratch_shapes=plan.scratch(),
+    semantics=('parallel', 'parallel', 'arbitrary'),
+    vmem_bytes=plan.vmem,
+    cost=cost(
+      plan.rows * plan.size, (work[0] + 2 * depth, work[1]), sum(read) + 4 * math.prod(out)
+    ),
+    interpret=interpret,
+  )
+
+
+def cost(entries, work, moved):
+  """What the compiler is told of a kernel; `work` is (operations, exponentials) per entry."""
+  return pl.CostEstimate(
+    flops=entries * work[0], bytes_accessed=moved, transcendentals=entries * work[1]
+  )
+
+
+def call(kernel, operands, *, out, semantics, vmem_bytes, cost, interpret, **layout):
+  """`pallas_call` whose float32 output varies over every mesh axis that an operand varies over."""
+  axes = (jax.typeof(x).manual_axis_type.varying for x in operands)
+  kind = jax.sharding.ManualAxisType(varying=frozenset().union(*axes))
+  return pl.pallas_call(
+    kernel,
+    out_shape=jax.ShapeDtypeStruct(out, jnp.float32, manual_axis_type=kind),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=semantics, vmem_limit_bytes=vmem_bytes
+    ),
+    cost_estimate=cost,
+    interpret=interpret,
+    **layout,
+  )(*operands)
