@@ -56,7 +56,7 @@ def check(found, policy, rollout, temperature=1.0, *, full=True, rtol=1e-5):
 
 def check_sums(found, logits, temperature=1.0, rtol=1e-6):
   x = oracles.f64(logits) / temperature
-  np.testing.assert_allclose(found.top, x.max(-1), rtol=rtol)
+  np.testing.assert_allclose(found.top, oracles.f64(logits).max(-1), rtol=rtol)
   total = np.exp(x - x.max(-1, keepdims=True)).sum(-1)
   np.testing.assert_allclose(found.total, total, rtol=rtol)
   if found.weighted is not None:
@@ -144,7 +144,7 @@ def test_a_block_without_mass_adds_nothing():
   found = kernels.sums(x, 0.5, **SMALL)
   assert (found.top[0], found.total[0], found.weighted[0]) == (-jnp.inf, 0, 0)
   rest = jax.tree.map(lambda a: a[:3], found)
-  whole = kernels.merge(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), rest), 0)
+  whole = kernels.merge(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), rest), 0, 2.0)
   both = np.concatenate([x[:3], x[:3][::-1]], 1)
   check_sums(whole, both, 0.5)
 
@@ -238,7 +238,7 @@ def test_a_vocabulary_split_over_devices():
     for x in (b, a):
       local = kernels.sums(x, 0.5, weighted=False, **options)
       top = jax.lax.pmax(local.top, 'model')
-      gap = jnp.where(local.top == -jnp.inf, -jnp.inf, local.top - top)
+      gap = jnp.where(local.top == -jnp.inf, -jnp.inf, local.top - top) / 0.5
       sides += [top, jnp.log(jax.lax.psum(local.total * jnp.exp(gap), 'model'))]
     found = kernels.terms_given(b, a, *sides, 0.5, full=True, **options)
     return jax.tree.map(lambda x: jax.lax.psum(x, 'model'), found)

@@ -110,7 +110,9 @@ def _outside(ids, stored, size, axis_name):
   return jnp.put_along_axis(everyone, local, False, -1, inplace=False, mode='drop')
 
 
-def top_k(rollout_logits: Num[Array, '*b V'], k: int, *, temperature: float = 1.0) -> TopK:
+def top_k(
+  rollout_logits: Num[Array, '*b V'], k: int, *, temperature: float | Float[Array, ''] = 1.0
+) -> TopK:
   """The K likeliest tokens with log-probs in nats and the mass of the others, in [0, 1].
 
   The tail is the sum of the other probabilities: accurate when tiny, 0 only where no other token
@@ -226,7 +228,7 @@ def bounds(
   policy_logits: Num[Array, '*b V'],
   top: TopK,
   *,
-  temperature: float = 1.0,
+  temperature: float | Float[Array, ''] = 1.0,
   axis_name: str | None = None,
 ) -> tuple[Bracket, Bracket]:
   """(KL, TV) brackets per position: KL(rollout || policy) in nats, in [0, inf], and TV in [0, 1].

@@ -11,9 +11,9 @@
 Positions are rows [N], the vocabulary [V] lies along the lanes. Everything is float32 inside. No
 gradients are defined here. `interpret` runs a kernel on any backend, slowly.
 
-How: a block of rows meets one block of the vocabulary per grid step; eight rows at a time walk over
-chunks of lanes, and every running sum is kept per lane, so that nothing crosses lanes inside the
-loop. Lanes beyond the vocabulary are read as -inf, which adds 0 to every sum. Rows beyond N and
+How: a block of rows meets one block of the vocabulary per grid step; sixteen rows at a time walk
+over chunks of lanes, and every running sum is kept per lane, so that nothing crosses lanes inside
+the loop. Lanes beyond the vocabulary are read as -inf, which adds 0 to every sum. Rows beyond N and
 blocks beyond V hold arbitrary values: they stay in rows that are dropped and in lanes read as -inf.
 """
 
@@ -33,9 +33,9 @@ class Sums(NamedTuple):
   """The normaliser of one distribution, centred so that it never overflows.
 
   Attributes:
-    top: largest logit over temperature, m; -inf where all are.
-    total: sum exp(x - m), in [1, V]; 0 where all logits are -inf.
-    weighted: sum exp(x - m) (x - m) <= 0, from which the entropy follows; None where not asked for.
+    top: largest logit; -inf where all are.
+    total: sum exp(x) of x = (logit - top) / temperature, in [1, V]; 0 where all logits are -inf.
+    weighted: sum exp(x) x <= 0, from which the entropy follows; None where not asked for.
   """
 
   top: Float[Array, '*s']
@@ -43,10 +43,13 @@ class Sums(NamedTuple):
   weighted: Float[Array, '*s'] | None = None
 
 
-def merge(parts: Sums, axis: int | tuple[int, ...]) -> Sums:
-  """Normaliser of a vocabulary from those of its parts, stacked along `axis`; float32."""
+def merge(parts: Sums, axis: int | tuple[int, ...], inverse: float | Array = 1.0) -> Sums:
+  """Normaliser of a vocabulary from those of its parts, stacked along `axis`; float32.
+
+  `inverse` is 1 / temperature.
+  """
   top = parts.top.max(axis, keepdims=True)
-  shift = parts.top - _finite(top)
+  shift = (parts.top - terms.finite(top)) * inverse
   scale = jnp.exp(shift)
   weighted = None
   if parts.weighted is not None:
@@ -68,7 +71,7 @@ def fused(
   """(policy's sums, rollout's sums without `weighted`, summed terms), [N] float32, in one read.
 
   A block of whole rows of both sides stays in VMEM for its two passes. Where not even eight rows
-  fit (V > 400,000 in float32 on 64 MiB), two kernels read the logits twice. A row with a NaN or
+  fit (float32 and V > 450,000 on 64 MiB), two kernels read the logits twice. A row with a NaN or
   without any finite logit has NaN terms.
   """
   rows, size = policy_logits.shape
@@ -89,7 +92,7 @@ def fused(
     )
   # Larger blocks than this would only delay the first step.
   block = max(6 * tiles.MIB // bytes_a_row // step, 1) * step
-  block = min(block, 256, tiles.up(rows, step))
+  block = min(block, most // step * step, 256, tiles.up(rows, step))
   whole = pl.BlockSpec((block, width), lambda i: (i, 0))
   scale, scale_spec = tiles.scale(temperature)
   found = tiles.call(
@@ -167,8 +170,8 @@ def terms_given(
 ) -> terms.Terms:
   """Sums of `terms.pointwise` over these entries, [N] float32, in one read of both logits.
 
-  `top_*` is the largest logit over temperature and `log_s*` the log of the sum of the centred
-  exponentials, both of the whole vocabulary. Rows where a `log_s*` is not finite are NaN.
+  `top_*` is the largest logit and `log_s*` the log of the sum of exp((logit - top) / temperature),
+  both of the whole vocabulary. Rows where a `log_s*` is not finite are NaN.
   """
   sources = ((policy_logits,), (rollout_logits,))
   plan = tiles.plan(sources, _count(full) + 1, block, vmem_bytes)
@@ -228,28 +231,21 @@ def _read(ref, rows, start, size, valid):
   return [x[:, i : i + tiles.LANES] for i in range(0, size, tiles.LANES)]
 
 
-def _finite(top):
-  """What to subtract: a row of -inf alone stays -inf instead of becoming nan."""
-  return jnp.where(top == -jnp.inf, 0.0, top)
-
-
 def _nothing(rows, weighted):
   zero = jnp.zeros((rows, tiles.LANES), jnp.float32)
   return Sums(jnp.full_like(zero, -jnp.inf), zero, zero if weighted else None)
 
 
-def _add_exponentials(state, pieces, scale):
+def _add_exponentials(state, pieces, inverse):
   """`state`, kept per lane, with one more chunk of logits."""
-  if scale:
-    pieces = [x / scale[0] for x in pieces]
   top = functools.reduce(jnp.maximum, pieces, state.top)
-  centre = _finite(top)
-  shift = state.top - centre
+  centre = terms.finite(top)
+  shift = (state.top - centre) * inverse
   total, more = state.total * jnp.exp(shift), state.weighted
   if more is not None:
     more = (more + terms.weighted(state.total, shift)) * jnp.exp(shift)
   for x in pieces:
-    b = x - centre
+    b = (x - centre) * inverse
     v = jnp.exp(b)
     total = total + v
     if more is not None:
@@ -257,24 +253,24 @@ def _add_exponentials(state, pieces, scale):
   return Sums(top, total, more)
 
 
-def _given(top_q, log_sq, top_p, log_sp):
+def _given(top_q, log_sq, top_p, log_sp, inverse):
   """What the terms need of both normalisers."""
-  centre_q, centre_p = _finite(top_q), _finite(top_p)
-  sides = centre_q, jnp.exp(-log_sq), centre_p, jnp.exp(-log_sp)
-  # Two differences, not their sum: where the sides lie far apart, rounding it would cost digits.
-  return *sides, centre_q - centre_p, log_sq - log_sp, log_sq
+  sides = terms.finite(top_q), jnp.exp(-log_sq), terms.finite(top_p), jnp.exp(-log_sp)
+  return *sides, *terms.odds(top_q, log_sq, top_p, log_sp, inverse), log_sq
 
 
-def _add_terms(state, pieces_q, pieces_p, given, scale, full):
+# Columns of the above.
+_GIVEN = 8
+
+
+def _add_terms(state, pieces_q, pieces_p, given, inverse, full):
   """[summed terms..., sum of p where kept], per lane, with one more chunk of logits."""
-  centre_q, weight_q, centre_p, weight_p, apart, log_ratio, log_sq = given
+  centre_q, weight_q, centre_p, weight_p, *odds, log_sq = given
   for b, a in zip(pieces_q, pieces_p, strict=True):
-    gap, x, y = b - a, b, a
-    if scale:
-      gap, x, y = gap * scale[1], x / scale[0], y / scale[0]
-    x = x - centre_q
-    q, p = jnp.exp(x) * weight_q, jnp.exp(y - centre_p) * weight_p
-    found = terms.pointwise((gap - apart) - log_ratio, b, a, q, p, x - log_sq if full else None)
+    x = (b - centre_q) * inverse
+    q, p = jnp.exp(x) * weight_q, jnp.exp((a - centre_p) * inverse) * weight_p
+    d = terms.log_odds(b, a, *odds, inverse)
+    found = terms.pointwise(d, b, a, q, p, x - log_sq if full else None)
     found = *found[: _count(full)], p
     state = [s + t for s, t in zip(state, found[: len(state)], strict=True)]
   return state
@@ -285,7 +281,7 @@ def _wide(columns, rows):
 
 
 def _fused_kernel(*refs, scaled, size, chunk, step, full):
-  scale, (policy, rollout, out) = tiles.scale_of(refs, scaled)
+  inverse, (policy, rollout, out) = tiles.scale_of(refs, scaled)
   lane = jax.lax.broadcasted_iota(jnp.int32, (step, tiles.LANES), 1)
 
   def body(i, _):
@@ -293,16 +289,17 @@ def _fused_kernel(*refs, scaled, size, chunk, step, full):
     read = lambda *where: (_read(policy, rows, *where), _read(rollout, rows, *where))
 
     def exponentials(state, *where):
-      return [_add_exponentials(s, x, scale) for s, x in zip(state, read(*where), strict=True)]
+      return [_add_exponentials(s, x, inverse) for s, x in zip(state, read(*where), strict=True)]
 
     found = _lanes(size, chunk, exponentials, [_nothing(step, True), _nothing(step, False)])
     # Over the lanes, [rows, 1].
-    q, p = (jax.tree.map(lambda x: x[:, None], merge(s, 1)) for s in found)
-    given = _wide(_given(q.top, jnp.log(q.total), p.top, jnp.log(p.total)), step)
+    q, p = (jax.tree.map(lambda x: x[:, None], merge(s, 1, inverse)) for s in found)
+    given = _given(q.top, jnp.log(q.total), p.top, jnp.log(p.total), inverse)
+    given = _wide(given, step)
     found = _lanes(
       size,
       chunk,
-      lambda s, *where: _add_terms(s, *read(*where), given, scale, full),
+      lambda s, *where: _add_terms(s, *read(*where), given, inverse, full),
       [jnp.zeros((step, tiles.LANES), jnp.float32)] * _count(full),
     )
     columns = [*q, *p[:2], *(t.sum(1, keepdims=True) for t in found)]
@@ -317,14 +314,14 @@ def _fused_kernel(*refs, scaled, size, chunk, step, full):
 
 
 def _sums_kernel(*refs, plan, chunk, scaled):
-  scale, refs = tiles.scale_of(refs, scaled)
+  inverse, refs = tiles.scale_of(refs, scaled)
   (source,), (out,), buffers = plan.split(refs)
   fields = out.shape[1]
 
   def body(width, out_rows, views):
     ((ref, rows),) = views
     state = Sums(*(out[0, k, out_rows, :] for k in range(fields)))
-    add = lambda s, *where: _add_exponentials(s, _read(ref, rows, *where), scale)
+    add = lambda s, *where: _add_exponentials(s, _read(ref, rows, *where), inverse)
     state = _lanes(width, chunk, add, state)
     for k in range(fields):
       out[0, k, out_rows, :] = state[k]
@@ -338,18 +335,18 @@ def _sums_kernel(*refs, plan, chunk, scaled):
 
 
 def _terms_kernel(*refs, plan, chunk, scaled, full):
-  scale, refs = tiles.scale_of(refs, scaled)
+  inverse, refs = tiles.scale_of(refs, scaled)
   sources, (given, out), buffers = plan.split(refs)
   fields = _count(full) + 1
 
   def body(width, out_rows, views):
     (policy, rows_q), (rollout, rows_p) = views
     columns = given[out_rows, :]
-    wide = _wide((columns[:, k : k + 1] for k in range(7)), tiles.STEP)
+    wide = _wide((columns[:, k : k + 1] for k in range(_GIVEN)), tiles.STEP)
 
     def add(state, *where):
       pieces = _read(policy, rows_q, *where), _read(rollout, rows_p, *where)
-      return _add_terms(state, *pieces, wide, scale, full)
+      return _add_terms(state, *pieces, wide, inverse, full)
 
     state = _lanes(width, chunk, add, [out[0, k, out_rows, :] for k in range(fields)])
     for k in range(fields):
@@ -369,12 +366,13 @@ def _count(full):
 def _sums(source, plan, temperature, weighted, chunk, interpret):
   kernel = functools.partial(_sums_kernel, chunk=chunk)
   found = tiles.run(kernel, plan, [source], [], 2 + weighted, temperature, interpret, (12, 1))
-  return merge(Sums(*(found[:, k] for k in range(2 + weighted))), (0, 2))
+  parts = Sums(*(found[:, k] for k in range(2 + weighted)))
+  return merge(parts, (0, 2), tiles.inverse(temperature))
 
 
 def _terms(sources, plan, given, temperature, full, chunk, interpret):
   kernel = functools.partial(_terms_kernel, chunk=chunk, full=full)
-  columns = [jnp.stack(_given(*given), 1)]
+  columns = [jnp.stack(_given(*given, tiles.inverse(temperature)), 1)]
   fields = _count(full) + 1
   found = tiles.run(kernel, plan, sources, columns, fields, temperature, interpret, (50, 2))
   found = found.sum((0, 3))

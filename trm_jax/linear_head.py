@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from trm_jax import blocks, divergences, kernels, pair, vocab
+from trm_jax import brackets as bk
 from trm_jax.types import InputError, Statistics
 
 # Entries of one chunk of scores: 32 MiB of float32.
@@ -31,10 +32,11 @@ CHUNK = 2**23
 class _Rollout(NamedTuple):
   """Scores of the rollout, or what makes them."""
 
-  logits: Array | None
-  hidden: Array | None
-  head: Array | None
-  lse: Array | None
+  logits: Array | None = None
+  hidden: Array | None = None
+  head: Array | None = None
+  lse: Array | None = None
+  top: bk.TopK | None = None
 
 
 def project(hidden: Float[Array, '*n D'], head: Float[Array, 'V D']) -> Float[Array, '*n V']:
@@ -119,7 +121,28 @@ def statistics(
     rollout_head=rollout_head,
   )
   rollout = _Rollout(rollout_logits, rollout_hidden, rollout_head, rollout_lse)
-  return _positions(_statistics, hidden, head, tokens, rollout, temperature, full, axis_name)
+  return _positions(hidden, head, tokens, rollout, temperature, full, axis_name)[0]
+
+
+def brackets(
+  hidden: Float[Array, '*b D'],
+  head: Float[Array, 'V D'],
+  tokens: Int[Array, '*b'],
+  top: bk.TopK,
+  *,
+  temperature: float | Float[Array, ''] = 1.0,
+  axis_name: str | None = None,
+) -> tuple[bk.Bracket, bk.Bracket, Float[Array, '*b'], Float[Array, '*b']]:
+  """(bounds of KL, bounds of TV, log-prob of each token, entropy of the policy); nats, float32.
+
+  Against a rollout of which only the top-K log-probs and the tail mass were stored; see
+  `trm_jax.brackets`. Gradients of log-prob and entropy to `hidden` and `head`; the bounds carry
+  none. Raises InputError for shapes that do not fit.
+  """
+  _check(temperature, hidden, head, tokens)
+  rollout = _Rollout(top=top)
+  found, bounds = _positions(hidden, head, tokens, rollout, temperature, False, axis_name)
+  return *bounds, found.policy_logp, found.entropy
 
 
 def logp(
@@ -135,25 +158,22 @@ def logp(
   Gradients of both to `hidden` and `head`. With `axis_name`, 2 all-reduces of 4 floats a position.
   """
   _check(temperature, hidden, head, tokens)
-  rollout = _Rollout(None, None, None, None)
-  found = _positions(_statistics, hidden, head, tokens, rollout, temperature, False, axis_name)
+  rollout = _Rollout()
+  found, _ = _positions(hidden, head, tokens, rollout, temperature, False, axis_name)
   return found.policy_logp, found.entropy
 
 
-def _positions(fn, hidden, head, tokens, rollout, temperature, *static):
-  """fn on flat positions, with operands whose cotangents sum over devices by themselves."""
-  shape = tokens.shape
-  rows = lambda x, n: None if x is None else x.reshape(math.prod(shape), *x.shape[n:])
-  n = len(shape)
-  rollout = _Rollout(
-    rows(rollout.logits, n), rows(rollout.hidden, n), rollout.head, rows(rollout.lse, n)
-  )
-  rollout = jax.lax.stop_gradient(rollout)
-  hidden, head, *_ = blocks.match_varying(rows(hidden, n), head, *rollout)
+def _positions(hidden, head, tokens, rollout, temperature, *static):
+  """(statistics, bounds) of flat positions, back in the shape of `tokens`."""
+  n, shape = tokens.ndim, tokens.shape
+  rows = lambda tree: jax.tree.map(lambda x: x.reshape(math.prod(shape), *x.shape[n:]), tree)
+  rollout = jax.lax.stop_gradient(rows(rollout._replace(head=None))._replace(head=rollout.head))
+  # Operands that differ over the same axes: their cotangents then sum over devices by themselves.
+  hidden, head, *_ = blocks.match_varying(rows(hidden), head, *jax.tree.leaves(rollout))
   temperature = divergences.static(temperature)
-  found, seeds = fn(hidden, head, rows(tokens, n), rollout, temperature, *static)
+  (found, bounds), seeds = _statistics(hidden, head, rows(tokens), rollout, temperature, *static)
   found = divergences.with_gradient(found, seeds, head, static[-1])
-  return jax.tree.map(lambda x: x.reshape(shape), found)
+  return jax.tree.map(lambda x: x.reshape(shape), (found, bounds))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -164,31 +184,45 @@ def _statistics(hidden, head, tokens, rollout, temperature, full, axis_name):
 def _forward(hidden, head, tokens, rollout, temperature, full, axis_name):
   args = hidden, head, tokens, rollout, temperature
   chunked = functools.partial(_by_chunks, full=full, axis_name=axis_name)
-  if hidden.shape[0] * head.shape[0] < pair.SMALL:
-    policy, found = chunked(*args)
+  if rollout.top is not None or hidden.shape[0] * head.shape[0] < pair.SMALL:
+    policy, *found = chunked(*args)
   else:
     kernel = functools.partial(_by_kernel, full=full, axis_name=axis_name)
-    policy, found = jax.lax.platform_dependent(*args, tpu=kernel, default=chunked)
+    policy, *found = jax.lax.platform_dependent(*args, tpu=kernel, default=chunked)
   seed = pair.seed(hidden[..., 0], head[0, 0])
-  return (found, (seed, seed)), (hidden, head, tokens, temperature, policy)
+  if axis_name is not None and axis_name not in blocks.varying(head):
+    # `vmap` refuses outputs that are shared between devices beside operands that are not.
+    found = jax.tree.map(lambda x: x + seed, found)
+  return (tuple(found), (seed, seed)), (hidden, head, tokens, temperature, policy)
 
 
 def _by_chunks(hidden, head, tokens, rollout, temperature, *, full, axis_name):
-  """(policy side, statistics): scores of a chunk of rows at a time, all of the vocabulary."""
+  """(policy side, statistics, bounds): scores of a chunk of rows at a time, all tokens."""
 
-  def chunk(rows):
-    hidden, tokens, logits, states = rows
+  def chunk(hidden, tokens, rollout):
     scores = project(hidden, head)
-    if states is not None:
-      logits = project(states, rollout.head)
-    if logits is None:
-      policy = pair.one(scores, tokens, temperature, axis_name)
-      return policy, Statistics(None, None, policy.entropy, policy.logp, None)
-    sides = pair.compare(scores, logits, tokens, temperature, axis_name, full=full)
-    return sides[0], divergences.gather(*sides)
+    logits = rollout.logits
+    if rollout.hidden is not None:
+      logits = project(rollout.hidden, rollout_head)
+    if logits is not None:
+      sides = pair.compare(scores, logits, tokens, temperature, axis_name, full=full)
+      return sides[0], divergences.gather(*sides), None
+    policy = pair.one(scores, tokens, temperature, axis_name)
+    bounds = None
+    if rollout.top is not None:
+      bounds = bk.bounds(
+        scores,
+        rollout.top,
+        temperature=1.0 if temperature is None else temperature,
+        axis_name=axis_name,
+      )
+    return policy, Statistics(None, None, policy.entropy, policy.logp, None), bounds
 
-  rows = hidden, tokens, rollout.logits, rollout.hidden
-  return blocks.by_rows(chunk, rows, rows=blocks.rows_of(head.shape[0], CHUNK))
+  rollout_head, rollout = rollout.head, rollout._replace(head=None)
+  # Bounds need several temporaries of the size of the scores.
+  entries = CHUNK if rollout.top is None else CHUNK // 8
+  rows = blocks.rows_of(head.shape[0], entries)
+  return blocks.by_rows(chunk, hidden, tokens, rollout, rows=rows)
 
 
 def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
@@ -219,7 +253,7 @@ def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
     pair.side(s, temperature) for s in pair.merge(tuple(sides), temperature, axis_name)
   )
   if not has_rollout:
-    return policy, Statistics(None, None, policy.entropy, policy.logp, None)
+    return policy, Statistics(None, None, policy.entropy, policy.logp, None), None
   (other,) = others
   scores = rollout.logits if rollout.hidden is None else (rollout.hidden, rollout.head)
   normalisers = policy.top, policy.log_sum, other.top, other.log_sum
@@ -227,14 +261,14 @@ def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
   if axis_name is not None:
     parts, tree = jax.tree.flatten(found)
     found = jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(parts), axis_name)))
-  return policy, divergences.gather(policy, other, found)
+  return policy, divergences.gather(policy, other, found), None
 
 
 def _backward(full, axis_name, residuals, g):
   """Blocks of the vocabulary: each block of the head's gradient is written once."""
   del full
   hidden, head, tokens, temperature, policy = residuals
-  found, (to_logp, to_entropy) = g
+  (found, _), (to_logp, to_entropy) = g
   to_logp, to_entropy = to_logp + found.policy_logp, to_entropy + found.entropy
   count, size = head.shape[0], min(head.shape[0], max(CHUNK // max(hidden.shape[0], 1), 128))
   local, here = vocab.place(tokens, count, axis_name)

@@ -46,18 +46,13 @@ class Side(NamedTuple):
   logp: Float[Array, '*b'] | None
 
 
-def _finite(top):
-  """What to subtract: a row of -inf alone stays -inf instead of becoming NaN."""
-  return jnp.where(top == -jnp.inf, 0, top)
-
-
 def _over(x, temperature):
   return x if temperature is None else x / temperature
 
 
 def centred(x, top, temperature):
   """(x - top) / temperature of float32 logits: centred first, so that large logits keep digits."""
-  return _over(x - _finite(top)[..., None], temperature)
+  return _over(x - terms.finite(top)[..., None], temperature)
 
 
 def log_probs(x, side: Side, temperature):
@@ -93,17 +88,10 @@ def side(found: Sums, temperature) -> Side:
 
 
 def log_odds(b, a, policy: Side, rollout: Side, temperature):
-  """d = log q - log p of float32 logits b, a; exactly 0 for identical inputs.
-
-  b - a is exact where the two are close, which differences of centred logits are not; but where one
-  side is shifted by a large constant, centring first loses nothing and b - a would.
-  """
-  shifted = ~(jnp.abs(policy.top - rollout.top) < 8)
-  pivot = lambda side: jnp.where(shifted, _finite(side.top), 0)
-  gap = (b - pivot(policy)[..., None]) - (a - pivot(rollout)[..., None])
-  tops = jnp.where(shifted, 0, policy.top - rollout.top)
-  shift = _over(tops, temperature) + (policy.log_sum - rollout.log_sum)
-  return (gap if temperature is None else gap * (1 / temperature)) - shift[..., None]
+  """log q - log p of float32 logits b, a."""
+  sides = policy.top, policy.log_sum, rollout.top, rollout.log_sum
+  inverse = 1 if temperature is None else 1 / temperature
+  return terms.log_odds(b, a, *(x[..., None] for x in terms.odds(*sides, inverse)), inverse)
 
 
 def _terms(b, a, v, w, policy, rollout, temperature, full, keep) -> terms.Terms:
@@ -174,11 +162,8 @@ def _chosen(plain, kernel, logits, *others):
 def local_sums(logits, temperature, *, entropy=True) -> Sums:
   """`sums`, chosen by backend and size."""
   plain = lambda x, **keep: sums(x, temperature, entropy=entropy, **keep)
-  return _chosen(plain, lambda x: _of_kernel(kernels.sums(x, temperature), entropy), logits)
-
-
-def _of_kernel(found, entropy=True):
-  return Sums(found.top, found.total, found.weighted if entropy else None)
+  kernel = lambda x: Sums(*kernels.sums(x, temperature, weighted=entropy))
+  return _chosen(plain, kernel, logits)
 
 
 def local_terms(policy_logits, rollout_logits, policy, rollout, temperature, *, full=False):
@@ -237,7 +222,7 @@ def compare(policy_logits, rollout_logits, tokens, temperature, axis_name, *, fu
 
     def kernel(*xs):
       policy, rollout, found = kernels.fused(*xs, temperature, full=full)
-      return _of_kernel(policy), _of_kernel(rollout, False), found
+      return Sums(*policy), Sums(*rollout), found
 
     policy, rollout, found = _chosen(plain, kernel, policy_logits, rollout_logits)
   else:

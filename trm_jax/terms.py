@@ -5,8 +5,7 @@ stands once. Notation of this file, for one position:
 
     b, a    policy and rollout logits (only their -inf matter here)
     q, p    their probabilities
-    d       log q - log p, as (b - a) / temperature - (difference of the two normalisers): b - a is
-            exact where it is small, which log q - log p is not
+    d       log q - log p, from `log_odds`
 
 Every summand is >= 0 (Bregman form: sum p (exp(d) - 1 - d) is KL because both sides sum to 1), so
 nothing cancels between entries, an error e of the normalisers enters as e^2, and identical inputs
@@ -22,6 +21,8 @@ from jaxtyping import Array, Float
 SERIES_BELOW = 0.35
 # exp overflows float32 above; p <= exp(-88) q leaves no digit of p * d behind.
 _LARGE = 88.0
+# Maxima this far apart mean that one side is shifted: beyond, the shift itself would be rounded.
+APART = 2.0
 
 
 class Terms(NamedTuple):
@@ -52,6 +53,30 @@ def bregman(d: Float[Array, '*s']) -> Float[Array, '*s']:
   small = jnp.abs(d) < SERIES_BELOW
   far = jnp.where(small, 1, d)
   return jnp.where(small, _excess(jnp.where(small, d, 0)), jnp.expm1(far) - far)
+
+
+def finite(top):
+  """What to subtract from logits: a row of -inf alone stays -inf instead of becoming NaN."""
+  return jnp.where(top == -jnp.inf, 0, top)
+
+
+def odds(top_q, log_sq, top_p, log_sp, inverse):
+  """(pivot_q, pivot_p, shift) that make up d = log q - log p; see `log_odds`.
+
+  `top` are largest logits, `log_s` the logs of the sums of exp((logit - top) inverse), `inverse` is
+  1 / temperature. b - a is exact where the two are close, which differences of centred logits are
+  not: pivots 0. But where one side is shifted by a constant, centring first loses nothing and b - a
+  would.
+  """
+  apart = top_q - top_p
+  shifted = ~(jnp.abs(apart) < APART)
+  pivots = (jnp.where(shifted, finite(top), 0) for top in (top_q, top_p))
+  return *pivots, jnp.where(shifted, 0, apart) * inverse + (log_sq - log_sp)
+
+
+def log_odds(b, a, pivot_q, pivot_p, shift, inverse):
+  """log q - log p of float32 logits b, a; exactly 0 for identical inputs."""
+  return ((b - pivot_q) - (a - pivot_p)) * inverse - shift
 
 
 def excess(d: Float[Array, '*s']) -> Float[Array, '*s']:

@@ -168,18 +168,24 @@ def vmem_of(vmem_bytes: int | None) -> int:
     return _LEAST_VMEM
 
 
-def scale(temperature):
-  """Operand and specification of (temperature, its inverse); none where it is 1 or None."""
+def inverse(temperature):
+  """1 / temperature, a plain 1.0 where it is 1 or None: multiplying by that costs nothing."""
   if temperature is None or (isinstance(temperature, int | float) and temperature == 1):
+    return 1.0
+  return 1 / jnp.asarray(temperature, jnp.float32)
+
+
+def scale(temperature):
+  """Operand and specification of its inverse; none where that is plainly 1."""
+  factor = inverse(temperature)
+  if isinstance(factor, float):
     return [], []
-  t = jnp.asarray(temperature, jnp.float32)
-  pair = jnp.stack([t, 1 / t]).reshape(1, 2)
-  return [pair], [pl.BlockSpec((1, 2), lambda *_: (0, 0), memory_space=pltpu.SMEM)]
+  return [factor.reshape(1, 1)], [pl.BlockSpec((1, 1), lambda *_: (0, 0), memory_space=pltpu.SMEM)]
 
 
 def scale_of(refs, scaled):
-  """((temperature, its inverse) or nothing, the other references)."""
-  return ((refs[0][0, 0], refs[0][0, 1]) if scaled else (), refs[scaled:])
+  """(inverse of the temperature, the other references)."""
+  return (refs[0][0, 0] if scaled else 1.0), refs[scaled:]
 
 
 def run(kernel, plan, sources, given, fields, temperature, interpret, work):
