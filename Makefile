@@ -27,7 +27,7 @@ test: $(STAMP)  ## run the tests
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' -q $(ARGS)
 
 test-all: $(STAMP)  ## run the tests and the long batteries
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile -q --hypothesis-profile=thorough $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q --hypothesis-profile=thorough $(ARGS)
 
 lint: $(STAMP)  ## check style
 	$(RUN) -m ruff check .

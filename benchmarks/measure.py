@@ -99,7 +99,7 @@ class Goal(NamedTuple):
     return f'{met}  {self.text}: {show(self.value)}, at most {show(self.limit)}'
 
 
-def cases(command: Command) -> list[Case]:
+def cases(command: Command, of: Callable[..., Case] = Case) -> list[Case]:
   """All combinations, smallest size first as given. Raises InputError before any compute."""
   if command.rounds < 1:
     raise InputError(f'rounds={command.rounds} must be at least 1; 15 or more give stable medians.')
@@ -110,7 +110,7 @@ def cases(command: Command) -> list[Case]:
     if not (match := re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', size)):
       raise InputError(f'sizes={size} must read NxV, positions x vocabulary, as in 2048x32768.')
     n, v = map(int, match.groups())
-    found += [Case(positions=n, vocabulary=v, dtype=dtype) for dtype in command.dtypes]
+    found += [of(positions=n, vocabulary=v, dtype=dtype) for dtype in command.dtypes]
   return found
 
 
@@ -226,12 +226,13 @@ def run(
   forms: Callable[[Case], list[Form]],
   in_child: tuple[str, ...],
   check: Callable[[Case, tuple, dict[str, Ready]], Any] = lambda *_: None,
+  of: Callable[..., Case] = Case,
 ) -> Iterator[tuple[Measured, Any]]:
   """Measures one case after the other, with progress on stderr.
 
   `check` sees the compiled forms before they are timed; what it returns comes with the figures.
   """
-  todo = cases(command)
+  todo = cases(command, of)
   last = {(c.positions, c.vocabulary) for c in todo[-len(command.dtypes) :]}
   for i, case in enumerate(todo):
     offered = forms(case)

@@ -201,7 +201,8 @@ def test_pinsker_and_symmetry(seed):
 @BATTERY
 def test_temperature_divides_both_sides(fn):
   policy, rollout = logits()
-  np.testing.assert_array_equal(fn(policy, rollout, temperature=0.5), fn(2 * policy, 2 * rollout))
+  got = fn(policy, rollout, temperature=0.5)
+  np.testing.assert_allclose(got, fn(2 * policy, 2 * rollout), rtol=2e-6)
   np.testing.assert_array_equal(fn(policy, policy, temperature=0.6), 0)
 
 
@@ -529,6 +530,25 @@ def test_gradient_of_kl_is_the_difference_of_probabilities():
   np.testing.assert_array_equal(jax.grad(lambda a: dv.kl(a, rollout).sum())(rollout), 0)
 
 
+def test_curvature_is_the_fisher_information():
+  # The Hessian of KL(rollout || policy) in the policy's logits is diag(q) - q q^T, anywhere.
+  policy, rollout = (x[0, 0, :6] for x in logits())
+  q = jax.nn.softmax(policy)
+  got = jax.jacrev(jax.jacrev(lambda b: dv.kl(b, rollout)))(policy)
+  np.testing.assert_allclose(got, jnp.diag(q) - jnp.outer(q, q), atol=1e-6)
+  got = jax.jacrev(jax.jacrev(lambda b: dv.logp(b, jnp.int32(2))))(policy)
+  np.testing.assert_allclose(-got, jnp.diag(q) - jnp.outer(q, q), atol=1e-6)
+
+
+def test_large_split_arrays_must_be_local(monkeypatch):
+  monkeypatch.setattr(pair, 'SMALL', 1)
+  policy, rollout = logits()
+  with jax.set_mesh(sharding.make_mesh(4, 2)):
+    split = jax.device_put((policy, rollout), P('data', None, 'model'))
+    with pytest.raises(InputError, match='split over devices'):
+      jax.jit(dv.kl)(*split)
+
+
 def everything(policy, rollout, tokens, axis_name=None):
   found = dv.statistics(policy, rollout, tokens, temperature=0.9, full=True, axis_name=axis_name)
   single = {
@@ -619,9 +639,15 @@ def test_split_over_a_named_axis(mapped):
   )
   # Every device returns the same; only the first one's output is weighed, or a gradient would
   # count 8 times.
-  values, back = jax.vjp(lambda a, b: run(a, b, tokens), split(policy), split(rollout))
   first = lambda x: jnp.zeros((8, *x.shape)).at[0].set(x)
-  gradients = back(jax.tree.map(first, cotangent(want[0])))
+  weights = jax.tree.map(first, cotangent(want[0]))
+
+  def both(policy, rollout):
+    values, back = jax.vjp(lambda a, b: run(a, b, tokens), policy, rollout)
+    return values, back(weights)
+
+  both = jax.jit(both) if mapped is jax.vmap else both
+  values, gradients = both(split(policy), split(rollout))
   for device in range(8):
     found = jax.tree.map(lambda y, d=device: y[d], values)
     close((found, tuple(map(whole, gradients))), want)

@@ -319,9 +319,15 @@ def test_split_over_a_named_axis(mapped):
   rest = jnp.moveaxis(logits.reshape(N, 8, -1), 1, 0), other_hidden, split(other_head), tokens
   # Every device returns the same; only the first one's output is weighed, or a gradient would
   # count 8 times. The hidden states are shared, so their gradient is the sum over devices.
-  values, back = jax.vjp(lambda h, w: run(h, w, *rest), hidden, split(head))
   first = lambda x: jnp.zeros((8, *x.shape)).at[0].set(x)
-  to_hidden, to_head = back(jax.tree.map(first, cotangent(want[0])))
+  weights = jax.tree.map(first, cotangent(want[0]))
+
+  def both(hidden, head):
+    values, back = jax.vjp(lambda h, w: run(h, w, *rest), hidden, head)
+    return values, back(weights)
+
+  both = jax.jit(both) if mapped is jax.vmap else both
+  values, (to_hidden, to_head) = both(hidden, split(head))
   for device in range(8):
     found = jax.tree.map(lambda y, d=device: y[d], values)
     close((found, (to_hidden, to_head.reshape(V, D))), want)

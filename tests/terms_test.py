@@ -44,7 +44,7 @@ def test_against_float64(log_p):
     got = getattr(found, name)
     assert (got >= 0).all()
     # e^d - 1 - d of tiny d: q = p e^d itself is only known to 1e-7 beyond the series.
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-37, err_msg=name)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-37, err_msg=name)
 
 
 def test_zero_probabilities():

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from trm_jax import blocks, kernels, terms, vocab
+from trm_jax.types import InputError
 
 # Smaller arrays are worth neither a loop nor a kernel.
 SMALL = 2**20
@@ -153,6 +154,12 @@ def _chosen(plain, kernel, logits, *others):
   """plain(logits, *others) in the form that suits the backend and the size of the logits."""
   if logits.size < SMALL:
     return plain(logits, *others)
+  spec = jax.typeof(logits).sharding.spec
+  if any(axis is not None for axis in spec):
+    raise InputError(
+      f'logits of shape {logits.shape} are split over devices as {spec}: their rows are read in'
+      ' blocks, which must be local; call this inside shard_map (see sharding.over_vocabulary).'
+    )
   rows = blocks.rows_of(logits.shape[-1])
   by_rows = lambda *trees: blocks.by_rows(functools.partial(plain, keep=True), *trees, rows=rows)
   choose = functools.partial(jax.lax.platform_dependent, cpu=by_rows, tpu=kernel, default=plain)
