@@ -2,7 +2,8 @@
 
 Absolute times of a shared machine move by a factor of two, so only ratios taken in one run count:
 every form runs once a round, a ratio is taken in each round, and its median is shown with its
-quartiles: 'x1.93 (1.90-1.98)'. Compilation and the first call are left out.
+quartiles: 'x1.93 (1.90-1.98)'. Compilation and the first call are left out. Slow forms on which no
+goal depends run every fifth round.
 
   temp      XLA's own peak of temporary buffers, without inputs and outputs
   resident  what one call adds to the resident memory of a fresh process that holds the inputs,
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -66,10 +68,14 @@ class Ready(NamedTuple):
 
 
 class Form(NamedTuple):
-  """One way to compute it: prepare(inputs) -> Ready; None where its package is not installed."""
+  """One way to compute it: prepare(inputs) -> Ready; None where its package is not installed.
+
+  It runs in every `every`-th round: 5 spares time where a form is slow and no goal depends on it.
+  """
 
   name: str
   prepare: Callable[[Any], Ready] | None
+  every: int = 1
 
 
 class Ratio(NamedTuple):
@@ -91,11 +97,15 @@ class Goal(NamedTuple):
   limit: float
   percent: bool = False
 
+  @property
+  def met(self) -> bool | None:
+    return None if self.value is None else self.value <= self.limit
+
   def __str__(self):
     if self.value is None:
       return f'-    {self.text}: not measured'
     show = (lambda x: f'{100 * x:.2g} %') if self.percent else (lambda x: f'{x:.3g}')
-    met = 'yes' if self.value <= self.limit else 'NO '
+    met = 'yes' if self.met else 'NO '
     return f'{met}  {self.text}: {show(self.value)}, at most {show(self.limit)}'
 
 
@@ -125,9 +135,9 @@ def compiled(function: Callable) -> Callable[[Any], Ready]:
   return prepare
 
 
-def peer(name: str, package: str, prepare: Callable[[Any], Ready]) -> Form:
+def peer(name: str, package: str, prepare: Callable[[Any], Ready], every: int = 1) -> Form:
   """A form that needs a package which may be missing; `prepare` imports it."""
-  return Form(name, prepare if importlib.util.find_spec(package) else None)
+  return Form(name, prepare if importlib.util.find_spec(package) else None, every)
 
 
 def threads() -> int:
@@ -137,19 +147,20 @@ def threads() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-  """Figures of one case by form: seconds of each round, bytes, and names of missing peers."""
+  """Figures of one case by form: seconds of each round (NaN where it did not run), bytes."""
 
   case: Case
   seconds: dict[str, np.ndarray]
   temporaries: dict[str, int | None]
-  resident: dict[str, int]
-  missing: tuple[str, ...] = ()
+  resident: dict[str, int | None]
 
   def ratio(self, name: str, base: str) -> Ratio | None:
-    """Time of `name` over that of `base` in the same round; None where one was not measured."""
+    """Time of `name` over that of `base` in the same round; None where no round has both."""
     if name not in self.seconds or base not in self.seconds:
       return None
-    return Ratio(*np.quantile(self.seconds[name] / self.seconds[base], [0.25, 0.5, 0.75]).tolist())
+    ratios = self.seconds[name] / self.seconds[base]
+    ratios = ratios[~np.isnan(ratios)]
+    return Ratio(*np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()) if ratios.size else None
 
   def share(self, name: str, base: str) -> float | None:
     """Temporaries of `name` over those of `base`."""
@@ -163,19 +174,25 @@ class Measured:
 
 
 def interleave(
-  calls: dict[str, Callable[[], Any]], rounds: int, tick: Callable[[str], None] = lambda name: None
+  calls: dict[str, tuple[Callable[[], Any], int]],
+  rounds: int,
+  tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, np.ndarray]:
-  """Seconds of each call in each round. One warm-up each; the order rotates from round to round."""
-  for name, call in calls.items():
-    call()
-    tick(name)
+  """Seconds of each call in each round, NaN where it did not run.
+
+  `calls` are (call, every), warmed up by the caller; a call runs in rounds 0, every, 2 * every ...
+  The order rotates, so that no form always runs after the same other.
+  """
   names = list(calls)
-  seconds = {name: np.empty(rounds) for name in names}
+  seconds = {name: np.full(rounds, np.nan) for name in names}
   for r in range(rounds):
     shift = r % len(names)
     for name in names[shift:] + names[:shift]:
+      call, every = calls[name]
+      if r % every:
+        continue
       start = time.perf_counter()
-      out = calls[name]()
+      out = call()
       seconds[name][r] = time.perf_counter() - start
       del out
       tick(name)
@@ -220,63 +237,62 @@ def _status(field: str) -> int:
   return 1024 * int(re.search(rf'{field}:\s*(\d+) kB', text)[1])
 
 
+def nothing(case: Case, inputs: Any) -> Callable[[Any], None]:
+  """The judge of benchmarks whose results are compared by tests alone."""
+  del case, inputs
+  return lambda output: None
+
+
 def run(
   command: Command,
-  inputs: Callable[[Case], tuple],
+  inputs: Callable[[Case], Any],
   forms: Callable[[Case], list[Form]],
   in_child: tuple[str, ...],
-  check: Callable[[Case, tuple, dict[str, Ready]], Any] = lambda *_: None,
+  judge: Callable[[Case, Any], Callable[[Any], Any]] = nothing,
   of: Callable[..., Case] = Case,
-) -> Iterator[tuple[Measured, Any]]:
+) -> Iterator[tuple[Measured, dict[str, Any]]]:
   """Measures one case after the other, with progress on stderr.
 
-  `check` sees the compiled forms before they are timed; what it returns comes with the figures.
+  judge(case, inputs) is called with the first result of every form; what it says comes with the
+  figures. Resident memory is measured for the forms `in_child`, at the last size.
   """
   todo = cases(command, of)
-  last = {(c.positions, c.vocabulary) for c in todo[-len(command.dtypes) :]}
   for i, case in enumerate(todo):
-    offered = forms(case)
-    present = [form for form in offered if form.prepare is not None]
-    here = (case.positions, case.vocabulary) in last
-    children = [f.name for f in present if f.name in in_child and here and command.resident]
+    present = [form for form in forms(case) if form.prepare is not None]
+    largest = command.resident and i >= len(todo) - len(command.dtypes)
+    children = [form.name for form in present if form.name in in_child and largest]
+    total = len(children) + sum(1 + -(-command.rounds // form.every) for form in present)
+    shown = progress.Progress(total, f'{i + 1}/{len(todo)} {case}', stream=sys.stderr)
     steps = itertools.count(1)
-    total = len(present) * (2 + command.rounds) + len(children)
-    shown = progress.Progress(total, f'{i + 1}/{len(todo)} {case}')
     tick = lambda name, shown=shown, steps=steps: shown.update(next(steps), form=name)
-    # Before this process fills the memory itself.
+    # Children first, while this process has not filled the memory itself.
     resident = {}
     for name in children:
       resident[name] = high_water(inputs, forms, case, name)
       tick(name)
-    arguments, ready = inputs(case), {}
+    arguments, ready, said = inputs(case), {}, {}
+    say = judge(case, arguments)
     for form in present:
       ready[form.name] = form.prepare(arguments)
+      said[form.name] = say(ready[form.name].call())
       tick(form.name)
-    checked = check(case, arguments, ready)
-    seconds = interleave({name: r.call for name, r in ready.items()}, command.rounds, tick)
+    calls = {form.name: (ready[form.name].call, form.every) for form in present}
+    seconds = interleave(calls, command.rounds, tick)
     shown.close()
-    yield (
-      Measured(
-        case=case,
-        seconds=seconds,
-        temporaries={name: r.temporaries for name, r in ready.items()},
-        resident={name: bytes_ for name, bytes_ in resident.items() if bytes_ is not None},
-        missing=tuple(form.name for form in offered if form.prepare is None),
-      ),
-      checked,
-    )
+    temporaries = {name: form.temporaries for name, form in ready.items()}
+    yield Measured(case=case, seconds=seconds, temporaries=temporaries, resident=resident), said
 
 
 def row(measured: Measured, name: str, bases: tuple[str, ...], naive: str) -> list[str]:
   """Cells: name, median ms, ratio to each base, temp MiB, temp and resident against naive's."""
-  if name in measured.missing:
+  if name not in measured.seconds:
     return [name, 'not installed'] + [''] * (len(bases) + 3)
   temporaries, resident = measured.temporaries[name], measured.resident.get(name)
   share = measured.share(name, naive)
   return [
     name,
-    f'{1e3 * np.median(measured.seconds[name]):.0f}',
-    *(str(measured.ratio(name, base)) for base in bases),
+    f'{1e3 * np.nanmedian(measured.seconds[name]):.0f}',
+    *(str(measured.ratio(name, base) or '') for base in bases),
     '' if temporaries is None else f'{temporaries / MIB:.1f}',
     '' if share is None else f'{100 * share:.2f} %',
     '' if resident is None else f'{resident / MIB:.0f}',
@@ -324,12 +340,10 @@ def record(measured: Measured, goals: list[Goal], **more) -> dict[str, Any]:
     'jax': jax.__version__,
     'backend': jax.default_backend(),
     'threads': threads(),
-    'seconds': {name: s.tolist() for name, s in measured.seconds.items()},
+    'seconds': {k: s[~np.isnan(s)].tolist() for k, s in measured.seconds.items()},
     'temporaries': measured.temporaries,
     'resident': measured.resident,
-    'missing': measured.missing,
-    'goals': [{**goal._asdict(), 'met': None if goal.value is None else goal.value <= goal.limit}
-              for goal in goals],
+    'goals': [{**goal._asdict(), 'met': goal.met} for goal in goals],
     **more,
   }
 

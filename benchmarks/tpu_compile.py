@@ -1,26 +1,30 @@
 """Compiles every form of the divergences for TPUs, without one, and says what the compiler says.
 
   python -m benchmarks.tpu_compile [--chips v5e v5p v6e] [--positions N] [--vocabulary V]
+                                   [--save FILE] [--markdown]
 
 Needs the extra `tpu` (pip install -e '.[tpu]'). Nothing runs: the figures come from the compiled
 program and the compiler's cost model, and none is a measured time.
 
-  reads        bytes to and from HBM over the bytes of the inputs; XLA counts its own, and those of
-               a kernel follow from its grid and index maps: a block moves when its index changes
-  XLA's reads  the same with each kernel's own `cost_estimate`, which is all that XLA knows of it
+  reads        bytes to and from HBM over the bytes of the inputs; XLA counts its own (arrays that
+               it keeps in VMEM, too, and all of what a SparseCore gathers from), and those of a
+               kernel follow from its grid and index maps: a block moves when its index changes
+  kernels      the same of the kernels alone
   estimate     XLA's optimal_seconds over the floor: input bytes over bandwidth, or the matrix
-               products (each once) over the peak if that is more; it knows no vector arithmetic
+               products (each once) over the peak if that is more; it knows no vector arithmetic,
+               and gives nonsense, shown as -, beside some gathers
   temporaries  MiB of HBM beyond inputs and outputs
+  calls        kernels in the compiled program
   collectives  with the type of their result on each device
 """
 
 import dataclasses
 import functools
-import math
 import os
+import pathlib
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -30,25 +34,26 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import measure
 from experiments import command
-from trm_jax import kernels, pair, tiles
+from trm_jax import divergences, kernels, linear_head, pair, tiles
 from trm_jax.types import InputError
 
 
 class Chip(NamedTuple):
-  """Published figures of one chip; VMEM is that of one core."""
+  """A topology of eight chips, and the published figures of one."""
 
   topology: str
   bandwidth: float
   peak: float
-  vmem: int
 
 
 CHIPS = {
-  'v5e': Chip('v5e:2x4', 819e9, 197e12, 128 * tiles.MIB),
-  'v5p': Chip('v5p:2x2x1', 2765e9, 459e12, 64 * tiles.MIB),
-  'v6e': Chip('v6e:2x4', 1638e9, 918e12, 128 * tiles.MIB),
+  'v5e': Chip('v5e:2x4', 819e9, 197e12),
+  'v5p': Chip('v5p:2x2x2', 2765e9, 459e12),
+  'v6e': Chip('v6e:2x4', 1638e9, 918e12),
 }
+AXES = ('data', 'model')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,14 +64,26 @@ class Command:
   positions: int = 4096
   vocabulary: int = 152064
   width: int = 4096
+  save: pathlib.Path | None = None
+  """JSON file for every figure."""
+  markdown: bool = False
+  """Print tables for a README."""
+
+
+class Input(NamedTuple):
+  """An abstract array, and how several devices share it."""
+
+  shape: tuple[int, ...]
+  spec: P
+  dtype: Any = jnp.bfloat16
 
 
 class Form(NamedTuple):
-  """A function of abstract arrays that needs `products` matrix products of N V D."""
+  """A function of `inputs` that needs `products` matrix products of N V D."""
 
   name: str
   run: Callable
-  shapes: list[tuple[int, ...]]
+  inputs: tuple[Input, ...]
   products: int = 0
 
 
@@ -78,74 +95,104 @@ def naive(policy, rollout, tokens):
   return (p * (log_p - log_q)).sum(-1), jnp.abs(q - p).sum(-1), -(q * log_q).sum(-1), picked
 
 
-def two_reads(policy, rollout, vmem):
-  q = kernels.sums(policy, vmem_bytes=vmem)
-  p = kernels.sums(rollout, weighted=False, vmem_bytes=vmem)
-  given = _given(q) + _given(p)
-  return q, kernels.terms_given(policy, rollout, *given, vmem_bytes=vmem)
+def two_reads(policy, rollout):
+  q, p = kernels.sums(policy), kernels.sums(rollout, weighted=False)
+  return q, kernels.terms_given(policy, rollout, *_given(q), *_given(p))
 
 
 def _given(s):
   return s.top, jnp.log(s.total)
 
 
-def head(hidden, weights, rollout, *given, vmem):
-  """The policy from its head; the rollout's normaliser is `given`, or taken from its logits."""
-  q = kernels.linear_sums(hidden, weights, vmem_bytes=vmem)
-  given = given or _given(kernels.sums(rollout, weighted=False, vmem_bytes=vmem))
-  return q, kernels.linear_terms(hidden, weights, rollout, *_given(q), *given, vmem_bytes=vmem)
+def two_kernels(hidden, head, rollout, lse):
+  q = kernels.linear_sums(hidden, head)
+  return q, kernels.linear_terms(hidden, head, rollout, *_given(q), None, lse)
 
 
-def two_heads(hidden, weights, other, other_weights, vmem):
-  p = kernels.linear_sums(other, other_weights, weighted=False, vmem_bytes=vmem)
-  return head(hidden, weights, (other, other_weights), *_given(p), vmem=vmem)
+def from_logits(policy, rollout, tokens, axis_name=None):
+  return divergences.statistics(policy, rollout, tokens, axis_name=axis_name)
 
 
-def split(policy, rollout, vmem):
-  """One device's share: 2 all-reduces for the normalisers, 1 for the sums."""
-  sides = [kernels.sums(x, vmem_bytes=vmem) for x in (policy, rollout)]
-  top = jax.lax.pmax(jnp.stack([s.top for s in sides]), 'model')
-  scale = [jnp.exp(s.top - t) for s, t in zip(sides, top, strict=True)]
-  moved = sides[0].weighted + sides[0].total * (sides[0].top - top[0])
-  parts = [sides[0].total * scale[0], sides[1].total * scale[1], moved * scale[0]]
-  total_q, total_p, weighted = jax.lax.psum(jnp.stack(parts), 'model')
-  given = top[0], jnp.log(total_q), top[1], jnp.log(total_p)
-  found = kernels.terms_given(policy, rollout, *given, vmem_bytes=vmem)
-  return weighted, jax.lax.psum(jnp.stack(found[:2]), 'model')
+def from_head(hidden, head, tokens, rollout, lse=None, axis_name=None):
+  return linear_head.statistics(
+    hidden, head, tokens, rollout_logits=rollout, rollout_lse=lse, axis_name=axis_name
+  )
 
 
-def forms(sizes: Command, vmem: int) -> list[Form]:
+def from_heads(hidden, head, tokens, other, other_head, lse=None, axis_name=None):
+  return linear_head.statistics(
+    hidden,
+    head,
+    tokens,
+    rollout_hidden=other,
+    rollout_head=other_head,
+    rollout_lse=lse,
+    axis_name=axis_name,
+  )
+
+
+def forms(sizes: Command) -> tuple[list[Form], list[Form]]:
+  """(forms for one chip, forms for a mesh)."""
   n, v, d = sizes.positions, sizes.vocabulary, sizes.width
-  logits, policy = [(n, v)] * 2, [(n, d), (v, d)]
-  with_memory = lambda f, **more: functools.partial(f, vmem=vmem, **more)
-  fused = functools.partial(kernels.fused, vmem_bytes=vmem)
-  return [
-    Form('naive, two log_softmax', naive, [*logits, (n,)]),
-    Form('terms in plain XLA', lambda b, a: pair.fused(b, a, None), logits),
-    Form('kernel, fused', fused, logits),
-    Form('kernel, fused, full set', functools.partial(fused, full=True), logits),
-    Form('kernels, sums then terms', with_memory(two_reads), logits),
-    Form('head, rollout logits + normaliser', with_memory(head), [*policy, (n, v), (n,), (n,)], 1),
-    Form('head, rollout logits', with_memory(head), [*policy, (n, v)], 1),
-    Form('head, rollout head', with_memory(two_heads), policy * 2, 2),
+  logits = Input((n, v), P(*AXES))
+  hidden, head = Input((n, d), P('data')), Input((v, d), P('model'))
+  tokens, lse = Input((n,), P('data'), jnp.int32), Input((n,), P('data'), jnp.float32)
+  pair_of = logits, logits
+  heads = lambda run: lambda h, w, g, u, *lse: run(h, w, (g, u), *lse)
+  public = [
+    Form('divergences.statistics', from_logits, (*pair_of, tokens)),
+    Form('linear_head.statistics', from_head, (hidden, head, tokens, logits), 1),
+    Form('linear_head.statistics, lse', from_head, (hidden, head, tokens, logits, lse), 1),
+    Form('linear_head.statistics, two heads', from_heads, (hidden, head, tokens, hidden, head), 2),
+    Form(
+      'linear_head.statistics, two heads, lse',
+      from_heads,
+      (hidden, head, tokens, hidden, head, lse),
+      2,
+    ),
   ]
+  return [
+    Form('naive, two log_softmax', naive, (*pair_of, tokens)),
+    Form('terms in plain XLA', lambda b, a: pair.fused(b, a, None), pair_of),
+    Form('fused', kernels.fused, pair_of),
+    Form('fused, full set', functools.partial(kernels.fused, full=True), pair_of),
+    Form('sums, terms_given', two_reads, pair_of),
+    Form('linear_sums, linear_terms, lse', two_kernels, (hidden, head, logits, lse), 1),
+    Form('linear_fused, lse', kernels.linear_fused, (hidden, head, logits, lse), 1),
+    Form(
+      'linear_fused, lse, full set',
+      functools.partial(kernels.linear_fused, full=True),
+      (hidden, head, logits, lse),
+      1,
+    ),
+    Form(
+      'linear_sums, linear_terms, two heads, lse',
+      heads(two_kernels),
+      (hidden, head) * 2 + (lse,),
+      2,
+    ),
+    Form(
+      'linear_fused, two heads, lse', heads(kernels.linear_fused), (hidden, head) * 2 + (lse,), 2
+    ),
+    *public,
+  ], public
 
 
-def kernel_bytes(jaxpr) -> tuple[int, int]:
+def kernel_bytes(jaxpr) -> np.ndarray:
   """(counted, declared) bytes of every Pallas kernel of a program."""
-  counted = declared = 0
+  found = np.zeros(2, np.int64)
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == 'pallas_call':
       grid = eqn.params['grid_mapping']
-      counted += sum(_moved(mapping, grid.grid) for mapping in grid.block_mappings)
-      declared += eqn.params['cost_estimate'].bytes_accessed
+      counted = sum(_moved(mapping, grid.grid) for mapping in grid.block_mappings)
+      found += counted, eqn.params['cost_estimate'].bytes_accessed
       continue
-    for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
-      inner = getattr(inner, 'jaxpr', inner)
-      if hasattr(inner, 'eqns'):
-        more = kernel_bytes(inner)
-        counted, declared = counted + more[0], declared + more[1]
-  return counted, declared
+    inner = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns'))
+    inner = [getattr(x, 'jaxpr', x) for x in inner]
+    inner = [kernel_bytes(x) for x in inner if hasattr(x, 'eqns')]
+    # Of the branches for each platform one is compiled: that with the larger kernels.
+    found += (max(inner, key=tuple) if eqn.primitive.name == 'cond' else sum(inner)) if inner else 0
+  return found
 
 
 def _moved(mapping, grid) -> int:
@@ -155,7 +202,7 @@ def _moved(mapping, grid) -> int:
   index = np.stack(index, 1)
   fresh = np.concatenate([[True], (index[1:] != index[:-1]).any(1)])
   array = mapping.array_aval
-  block = np.array([getattr(b, 'block_size', b) for b in mapping.block_shape])
+  block = np.array([getattr(b, 'block_size', 1) for b in mapping.block_shape])
   size = np.minimum(block, np.array(array.shape) - index[fresh] * block)
   return int(size.prod(1).sum()) * array.dtype.itemsize
 
@@ -167,29 +214,44 @@ def collectives(hlo: str) -> str:
   return ', '.join(f'{name} {kind}' for kind, name in found) or '-'
 
 
-def report(form: Form, chip: Chip, run, arguments, width: int, devices: int = 1) -> str:
-  """One line of the table."""
-  traced = jax.jit(run).trace(*arguments)
-  compiled = traced.lower().compile()
+def report(form: Form, chip: Chip, sizes: Command, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+  """One line of the table; on several devices, figures of each."""
+  place = lambda x: NamedSharding(mesh, x.spec if mesh.size > 1 else P())
+  arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)) for x in form.inputs]
+  run = form.run
+  if mesh.size > 1:
+    specs = dict(in_specs=tuple(x.spec for x in form.inputs), out_specs=P('data'))
+    run = jax.shard_map(functools.partial(run, axis_name='model'), mesh=mesh, **specs)
+  # The kernels ask what chip they are traced for.
+  with jax.set_mesh(mesh):
+    traced = jax.jit(run).trace(*arguments)
+    compiled = traced.lower().compile()
   costs, hlo = compiled.cost_analysis(), compiled.as_text()
   if ' while(' in hlo:
     raise RuntimeError(f'{form.name} has a loop, whose body the cost model counts only once')
-  counted, declared = kernel_bytes(traced.jaxpr.jaxpr)
-  inputs = sum(x.size * x.dtype.itemsize for x in arguments) / devices
-  xla = costs['bytes accessed']
-  flops = 2 * form.products * math.prod(form.shapes[0][:1]) * form.shapes[1][0] * width
-  floor = max(inputs / chip.bandwidth, flops / chip.peak / devices)
-  temporaries = compiled.memory_analysis().temp_size_in_bytes / tiles.MIB
-  return (
-    f'| {form.name:38} | {(xla - declared + counted) / inputs:5.2f} | {xla / inputs:5.2f} '
-    f'| {costs["optimal_seconds"] / floor:5.2f} | {temporaries:6.0f} | {collectives(hlo)} |'
-  )
+  counted, declared = map(int, kernel_bytes(traced.jaxpr.jaxpr))
+  shards = (x.sharding.shard_shape(x.shape) for x in arguments)
+  inputs = sum(int(np.prod(s)) * x.dtype.itemsize for s, x in zip(shards, arguments, strict=True))
+  flops = 2 * form.products * sizes.positions * sizes.vocabulary * sizes.width / mesh.size
+  seconds = costs['optimal_seconds']
+  return {
+    'form': form.name,
+    'chips': mesh.size,
+    'reads': (costs['bytes accessed'] - declared + counted) / inputs,
+    'kernels': counted / inputs,
+    'estimate': seconds / max(inputs / chip.bandwidth, flops / chip.peak) if seconds > 0 else None,
+    'temporaries': compiled.memory_analysis().temp_size_in_bytes / tiles.MIB,
+    'calls': hlo.count('custom_call_target="tpu_custom_call"'),
+    'collectives': collectives(hlo),
+  }
 
 
-def _dtype(shape, form):
-  if len(shape) > 1:
-    return jnp.bfloat16
-  return jnp.int32 if form.run is naive else jnp.float32
+def line(found: dict[str, Any]) -> list[str]:
+  """Cells of the table."""
+  name = found['form'] + (f', {found["chips"]} chips' if found['chips'] > 1 else '')
+  ratios = [found[key] for key in ('reads', 'kernels', 'estimate')]
+  ratios = ['-' if x is None else f'{x:.3f}' for x in ratios]
+  return [name, *ratios, f'{found["temporaries"]:.0f}', str(found['calls']), found['collectives']]
 
 
 def _without_a_tpu() -> None:
@@ -212,27 +274,24 @@ def main(sizes: Command) -> None:
     if name not in CHIPS:
       raise InputError(f'chips={name} is not known; choose from {", ".join(CHIPS)}.')
   _without_a_tpu()
-  print(__doc__.split('\n\n', 3)[3])
+  records = []
   for name in sizes.chips:
-    chip = CHIPS[name]
-    devices = topologies.get_topology_desc(chip.topology, platform='tpu').devices
-    print(f"\n{name}\n| form | reads | XLA's reads | estimate | temporaries | collectives |")
-    print('| --- | --- | --- | --- | --- | --- |')
-    one = jax.sharding.SingleDeviceSharding(devices[0])
-    for form in forms(sizes, chip.vmem):
-      arguments = [jax.ShapeDtypeStruct(s, _dtype(s, form), sharding=one) for s in form.shapes]
-      print(report(form, chip, form.run, arguments, sizes.width), flush=True)
-    if len(devices) < 8:
-      continue
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ('data', 'model'))
-    specs = dict(in_specs=P('data', 'model'), out_specs=(P('data'), P(None, 'data')))
-    run = jax.shard_map(functools.partial(split, vmem=chip.vmem), mesh=mesh, **specs)
-    shape = sizes.positions, sizes.vocabulary
-    argument = jax.ShapeDtypeStruct(
-      shape, jnp.bfloat16, sharding=NamedSharding(mesh, P('data', 'model'))
-    )
-    form = Form('kernels on 2 x 4 chips, each', run, [shape] * 2)
-    print(report(form, chip, run, [argument] * 2, sizes.width, 8), flush=True)
+    chip, rows = CHIPS[name], []
+    devices = np.array(topologies.get_topology_desc(chip.topology, platform='tpu').devices)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    for shape, some in zip(((1, 1), (2, 4)), forms(sizes), strict=True):
+      used = devices[: shape[0] * shape[1]].reshape(shape)
+      mesh = jax.sharding.Mesh(used, AXES, axis_types=auto)
+      for form in some:
+        found = report(form, chip, sizes, mesh)
+        records.append({'chip': name, 'jax': jax.__version__, **found})
+        rows.append(line(found))
+    n, v, d = sizes.positions, sizes.vocabulary, sizes.width
+    title = f'{name}: N={n} V={v} D={d} bfloat16, jax {jax.__version__}'
+    print(f'### {title}\n' if sizes.markdown else title)
+    head = ['form', 'reads', 'kernels', 'estimate', 'temporaries', 'calls', 'collectives']
+    print(measure.table(head, rows, markdown=sizes.markdown), end='\n\n', flush=True)
+    measure.save(sizes.save, records)
 
 
 if __name__ == '__main__':

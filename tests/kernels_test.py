@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from tests import oracles
-from trm_jax import kernels, tiles
+from trm_jax import kernels, lanes, tiles
 
 # Simulates a TPU's memory, and knows arrays that vary over a mesh; the plain one does neither.
 SIMULATED = pltpu.InterpretParams(uninitialized_memory='nan')
@@ -144,7 +144,7 @@ def test_a_block_without_mass_adds_nothing():
   found = kernels.sums(x, 0.5, **SMALL)
   assert (found.top[0], found.total[0], found.weighted[0]) == (-jnp.inf, 0, 0)
   rest = jax.tree.map(lambda a: a[:3], found)
-  whole = kernels.merge(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), rest), 0, 2.0)
+  whole = lanes.merge(jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), rest), 0, 2.0)
   both = np.concatenate([x[:3], x[:3][::-1]], 1)
   check_sums(whole, both, 0.5)
 
@@ -202,6 +202,52 @@ def test_two_products_and_identical_ones(monkeypatch):
   same, _ = call((hidden, head), *q, *q)
   assert not any(np.any(getattr(same, name)) for name in FIELDS[:4])
 
+  call = functools.partial(kernels.linear_fused, hidden, head, full=True, **options)
+  once, found, mass = call((other, other_head), lse_of(rollout))
+  check(found, logits, rollout)
+  np.testing.assert_allclose(mass, 1, rtol=3e-6)
+  for x, y in zip((once.top, jnp.log(once.total)), q, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+  _, same, _ = call((hidden, head), q[0] + q[1])
+  assert max(same.kl) < 1e-12 and max(same.tv) < 1e-6
+
+
+def lse_of(logits, temperature=1.0):
+  x = oracles.f64(logits) / temperature
+  with np.errstate(invalid='ignore', divide='ignore'):
+    top = np.where(np.isneginf(x.max(-1)), 0, x.max(-1))
+    return jnp.asarray(top + np.log(np.exp(x - top[:, None]).sum(-1)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'full', 'temperature', 'kernels_run'),
+  [(jnp.float32, True, 0.7, 1), (jnp.bfloat16, False, None, 2)],
+)
+def test_one_kernel_for_a_head_and_a_normalised_rollout(dtype, full, temperature, kernels_run):
+  hidden, head, logits = head_case(dtype)
+  hidden = hidden.at[2].set(jnp.nan)
+  logits[2] = np.nan
+  _, rollout = edge_rows(600, dtype)
+  # Logits of 1e4 and their normalisers are rounded.
+  rollout = rollout.at[8:11].set(rollout[16:19])
+  lies = np.array([0.1, -5, jnp.inf, -jnp.inf, jnp.nan], np.float32)
+  lse = lse_of(rollout, temperature or 1.0).at[16:].add(lies)
+  # Two cores that each read the head twice would read more than two kernels.
+  options = SMALL if kernels_run == 1 else SMALL | dict(block=None, cores=2)
+  call = jax.jit(functools.partial(kernels.linear_fused, full=full, **options))
+  args = hidden, head, rollout, lse, temperature
+  assert str(jax.make_jaxpr(call)(*args)).count('pallas_call[') == kernels_run
+  q, found, mass = call(*args)
+  sound = np.arange(21) != 2
+  check_sums(jax.tree.map(lambda x: x[sound], q), logits[sound], temperature or 1.0, 1e-5)
+  rows = slice(0, 16)
+  honest = jax.tree.map(lambda x: x[rows], found)
+  check(honest, logits[rows], rollout[rows], temperature or 1.0, full=full, rtol=3e-5)
+  np.testing.assert_allclose(mass[rows], np.where(np.isnan(honest.tv), np.nan, 1), rtol=3e-6)
+  np.testing.assert_allclose(mass[16:18], np.exp(-lies[:2]), rtol=3e-6)
+  assert np.isnan(mass[18:]).all()
+  assert all(np.isnan(x[18:]).all() for x in found if x is not None)
+
 
 def test_vmap_and_a_traced_temperature():
   policy, rollout = edge_rows(200, jnp.float32)
@@ -212,6 +258,18 @@ def test_vmap_and_a_traced_temperature():
   for i, t in enumerate((0.5, 1.0, 2.0)):
     one = jax.tree.map(lambda x: x[i], found)  # noqa: B023
     check(one, stack(policy)[i], stack(rollout)[i], t)
+
+  hidden, head, _ = head_case(jnp.float32, 15, 200)
+  logits = np.asarray(jnp.einsum('nd,vd->nv', hidden, head, precision='float32')).reshape(3, 5, 200)
+  hidden, rollout = hidden.reshape(3, 5, -1), stack(rollout)
+  lse = jnp.stack([lse_of(x, t) for x, t in zip(rollout, temperatures, strict=True)])
+  call = functools.partial(
+    kernels.linear_fused, full=True, interpret=True, chunk=128, block=(8, 128)
+  )
+  axes = 0, None, 0, 0, 0
+  _, found, _ = jax.jit(jax.vmap(call, axes))(hidden, head, rollout, lse, temperatures)
+  for i, t in ((0, 0.5), (2, 2.0)):
+    check(jax.tree.map(lambda x: x[i], found), logits[i], rollout[i], t, rtol=3e-5)  # noqa: B023
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
@@ -260,3 +318,15 @@ def test_a_head_is_read_once_where_memory_allows(mib, rollout_width, rows):
     rollout = shape(n, rollout_width), shape(v, rollout_width)
   plan = tiles.plan([(shape(n, d), shape(v, d)), rollout], 3, None, mib * tiles.MIB)
   assert plan.block_rows == rows
+
+
+@pytest.mark.parametrize(('mib', 'cores', 'kernels_run'), [(128, 1, 1), (64, 1, 1), (64, 2, 2)])
+def test_hidden_and_rollout_are_read_once_and_the_head_twice(mib, cores, kernels_run):
+  shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+  n, v, d = 4096, 152064, 4096
+  sources = (shape(n, d), shape(v, d)), (shape(n, v),)
+  plan = tiles.plan(sources, 3, None, mib * tiles.MIB, sweeps=2, cores=cores)
+  assert plan.read(sources) == 2 * (n * d + 2 * cores * v * d + n * v)
+  call = functools.partial(kernels.linear_fused, vmem_bytes=mib * tiles.MIB, cores=cores)
+  args = *sources[0], *sources[1], shape(n, dtype=jnp.float32)
+  assert str(jax.make_jaxpr(call)(*args)).count('pallas_call[') == kernels_run

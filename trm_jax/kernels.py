@@ -7,18 +7,17 @@
 | `terms_given`  | both logits once                  | summed terms, given both normalisers      |
 | `linear_sums`  | hidden and head once              | the normaliser of hidden @ head.T         |
 | `linear_terms` | hidden, head, rollout once        | summed terms, given both normalisers      |
+| `linear_fused` | hidden, rollout once, head twice  | the policy's normaliser and the same      |
 
 Positions are rows [N], the vocabulary [V] lies along the lanes. Everything is float32 inside. No
 gradients are defined here. `interpret` runs a kernel on any backend, slowly.
 
-How: a block of rows meets one block of the vocabulary per grid step; sixteen rows at a time walk
-over chunks of lanes, and every running sum is kept per lane, so that nothing crosses lanes inside
-the loop. Lanes beyond the vocabulary are read as -inf, which adds 0 to every sum. Rows beyond N and
-blocks beyond V hold arbitrary values: they stay in rows that are dropped and in lanes read as -inf.
+How: a block of rows meets one block of the vocabulary per grid step (`tiles`); sixteen rows at a
+time walk over chunks of lanes (`lanes`). Rows beyond N and blocks beyond V hold arbitrary values:
+they stay in rows that are dropped and in lanes read as -inf.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,36 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from trm_jax import terms, tiles
-
-
-class Sums(NamedTuple):
-  """The normaliser of one distribution, centred so that it never overflows.
-
-  Attributes:
-    top: largest logit; -inf where all are.
-    total: sum exp(x) of x = (logit - top) / temperature, in [1, V]; 0 where all logits are -inf.
-    weighted: sum exp(x) x <= 0, from which the entropy follows; None where not asked for.
-  """
-
-  top: Float[Array, '*s']
-  total: Float[Array, '*s']
-  weighted: Float[Array, '*s'] | None = None
-
-
-def merge(parts: Sums, axis: int | tuple[int, ...], inverse: float | Array = 1.0) -> Sums:
-  """Normaliser of a vocabulary from those of its parts, stacked along `axis`; float32.
-
-  `inverse` is 1 / temperature.
-  """
-  top = parts.top.max(axis, keepdims=True)
-  shift = (parts.top - terms.finite(top)) * inverse
-  scale = jnp.exp(shift)
-  weighted = None
-  if parts.weighted is not None:
-    moved = parts.weighted + terms.weighted(parts.total, shift)
-    weighted = (moved * scale).sum(axis)
-  return Sums(top.squeeze(axis), (parts.total * scale).sum(axis), weighted)
+from trm_jax import lanes, terms, tiles
 
 
 def fused(
@@ -67,7 +37,7 @@ def fused(
   interpret: bool | pltpu.InterpretParams = False,
   chunk: int = 1024,
   vmem_bytes: int | None = None,
-) -> tuple[Sums, Sums, terms.Terms]:
+) -> tuple[lanes.Sums, lanes.Sums, terms.Terms]:
   """(policy's sums, rollout's sums without `weighted`, summed terms), [N] float32, in one read.
 
   A block of whole rows of both sides stays in VMEM for its two passes. Where not even eight rows
@@ -109,8 +79,8 @@ def fused(
     cost=tiles.cost(rows * size, (70, 4), rows * (bytes_a_row + 4 * tiles.LANES)),
     interpret=interpret,
   )
-  columns = [found[:, k] for k in range(5 + _count(full))]
-  q, p = Sums(*columns[:3]), Sums(*columns[3:5])
+  columns = [found[:, k] for k in range(5 + lanes.count(full))]
+  q, p = lanes.Sums(*columns[:3]), lanes.Sums(*columns[3:5])
   return q, p, _sound(terms.Terms(*columns[5:]), jnp.log(q.total), jnp.log(p.total))[0]
 
 
@@ -123,7 +93,7 @@ def sums(
   chunk: int = 1024,
   block: tuple[int, int] = (64, 8192),
   vmem_bytes: int | None = None,
-) -> Sums:
+) -> lanes.Sums:
   """Normaliser of softmax(logits / temperature), [N] float32, in one read.
 
   All -inf (one device's block of a vocabulary may be): top -inf, total 0, weighted 0. `block` is
@@ -143,7 +113,7 @@ def linear_sums(
   chunk: int = 1024,
   block: tuple[int, int] | None = None,
   vmem_bytes: int | None = None,
-) -> Sums:
+) -> lanes.Sums:
   """`sums` of hidden @ head.T, which exists only a block at a time in VMEM; [N] float32.
 
   As many rows of `hidden` stay in VMEM as fit; the head is streamed once for each such block.
@@ -174,7 +144,7 @@ def terms_given(
   both of the whole vocabulary. Rows where a `log_s*` is not finite are NaN.
   """
   sources = ((policy_logits,), (rollout_logits,))
-  plan = tiles.plan(sources, _count(full) + 1, block, vmem_bytes)
+  plan = tiles.plan(sources, lanes.count(full) + 1, block, vmem_bytes)
   given = (top_q, log_sq, top_p, log_sp)
   return _terms(sources, plan, given, temperature, full, chunk, interpret)[0]
 
@@ -185,7 +155,7 @@ def linear_terms(
   rollout: Float[Array, 'N V'] | tuple[Float[Array, 'N E'], Float[Array, 'V E']],
   top_q: Float[Array, 'N'],
   log_sq: Float[Array, 'N'],
-  top_p: Float[Array, 'N'],
+  top_p: Float[Array, 'N'] | None,
   log_sp: Float[Array, 'N'],
   temperature: float | Float[Array, ''] | None = None,
   *,
@@ -197,117 +167,84 @@ def linear_terms(
 ) -> tuple[terms.Terms, Float[Array, 'N']]:
   """(`terms_given`, sum of p) of the policy's logits hidden @ head.T; [N] float32.
 
-  `rollout` is the rollout's logits, or its (hidden, head). The sum of p over the whole vocabulary
-  is 1 where the given rollout normaliser belongs to the rollout's logits.
+  `rollout` is the rollout's logits, or its (hidden, head). Without `top_p`, `log_sp` is the
+  logsumexp of its logits over the temperature. The sum of p over the whole vocabulary is 1 where
+  the given normaliser belongs to these logits.
   """
-  sources = ((hidden, head), rollout if isinstance(rollout, tuple) else (rollout,))
-  plan = tiles.plan(sources, _count(full) + 1, block, vmem_bytes)
+  sources = _sources(hidden, head, rollout)
+  plan = tiles.plan(sources, lanes.count(full) + 1, block, vmem_bytes)
   given = (top_q, log_sq, top_p, log_sp)
   return _terms(sources, plan, given, temperature, full, chunk, interpret)
 
 
-# Kernel bodies. References carry the rows first and the lanes last.
+def linear_fused(
+  hidden: Float[Array, 'N D'],
+  head: Float[Array, 'V D'],
+  rollout: Float[Array, 'N V'] | tuple[Float[Array, 'N E'], Float[Array, 'V E']],
+  rollout_lse: Float[Array, 'N'],
+  temperature: float | Float[Array, ''] | None = None,
+  *,
+  full: bool = False,
+  interpret: bool | pltpu.InterpretParams = False,
+  chunk: int = 1024,
+  block: tuple[int, int] | None = None,
+  vmem_bytes: int | None = None,
+  cores: int | None = None,
+) -> tuple[lanes.Sums, terms.Terms, Float[Array, 'N']]:
+  """(policy's sums, `linear_terms`, sum of p), [N] float32, of logits hidden @ head.T.
+
+  `rollout_lse` is the logsumexp of the rollout's logits over the temperature; rows where it is not
+  finite have NaN terms. One kernel sweeps the vocabulary twice while `hidden` stays in VMEM. Where
+  `linear_sums` and `linear_terms` read less, they run instead: two cores would each read the head
+  twice.
+  """
+  sources, fields = _sources(hidden, head, rollout), lanes.count(full) + 1
+  plan = tiles.plan(
+    sources, max(fields, 3), block, vmem_bytes, sweeps=2, cores=tiles.cores_of(cores)
+  )
+  others = (sources[:1], 3), (sources, fields)
+  if plan.read(sources) > sum(tiles.plan(s, f, block, vmem_bytes).read(s) for s, f in others):
+    options = dict(interpret=interpret, chunk=chunk, block=block, vmem_bytes=vmem_bytes)
+    q = linear_sums(hidden, head, temperature, **options)
+    given = q.top, jnp.log(q.total), None, rollout_lse
+    return q, *linear_terms(hidden, head, rollout, *given, temperature, full=full, **options)
+  kernel = functools.partial(_linear_fused_kernel, chunk=chunk, full=full)
+  given = [rollout_lse.astype(jnp.float32)[:, None]]
+  found = tiles.run(kernel, plan, sources, given, max(fields, 3), temperature, interpret, (62, 3))
+  columns = [found[:, k] for k in range(3 + fields)]
+  q = lanes.Sums(*columns[:3])
+  *summed, p = columns[3:]
+  return q, *_sound(terms.Terms(*summed), jnp.log(q.total), rollout_lse, p)
 
 
-def _lanes(width, chunk, step, state):
-  """Folds step(state, first lane, lanes, valid lanes or None) over `width`, the ragged end last."""
-  chunk = min(chunk, tiles.up(width, tiles.LANES))
-  whole, rest = divmod(width, chunk)
-  if whole:
-    body = lambda i, s: step(s, pl.multiple_of(i * chunk, tiles.LANES), chunk, None)
-    state = body(0, state) if whole == 1 else jax.lax.fori_loop(0, whole, body, state)
-  if rest:
-    state = step(
-      state, whole * chunk, tiles.up(rest, tiles.LANES), rest if rest % tiles.LANES else None
-    )
-  return state
-
-
-def _read(ref, rows, start, size, valid):
-  """float32 logits as pieces [rows, 128]; -inf from lane `valid` on."""
-  x = ref[rows, pl.ds(start, size)].astype(jnp.float32)
-  if valid is not None:
-    x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < valid, x, -jnp.inf)
-  return [x[:, i : i + tiles.LANES] for i in range(0, size, tiles.LANES)]
-
-
-def _nothing(rows, weighted):
-  zero = jnp.zeros((rows, tiles.LANES), jnp.float32)
-  return Sums(jnp.full_like(zero, -jnp.inf), zero, zero if weighted else None)
-
-
-def _add_exponentials(state, pieces, inverse):
-  """`state`, kept per lane, with one more chunk of logits."""
-  top = functools.reduce(jnp.maximum, pieces, state.top)
-  centre = terms.finite(top)
-  shift = (state.top - centre) * inverse
-  total, more = state.total * jnp.exp(shift), state.weighted
-  if more is not None:
-    more = (more + terms.weighted(state.total, shift)) * jnp.exp(shift)
-  for x in pieces:
-    b = (x - centre) * inverse
-    v = jnp.exp(b)
-    total = total + v
-    if more is not None:
-      more = more + terms.weighted(v, b)
-  return Sums(top, total, more)
-
-
-def _given(top_q, log_sq, top_p, log_sp, inverse):
-  """What the terms need of both normalisers."""
-  sides = terms.finite(top_q), jnp.exp(-log_sq), terms.finite(top_p), jnp.exp(-log_sp)
-  return *sides, *terms.odds(top_q, log_sq, top_p, log_sp, inverse), log_sq
-
-
-# Columns of the above.
-_GIVEN = 8
-
-
-def _add_terms(state, pieces_q, pieces_p, given, inverse, full):
-  """[summed terms..., sum of p where kept], per lane, with one more chunk of logits."""
-  centre_q, weight_q, centre_p, weight_p, *odds, log_sq = given
-  for b, a in zip(pieces_q, pieces_p, strict=True):
-    x = (b - centre_q) * inverse
-    q, p = jnp.exp(x) * weight_q, jnp.exp((a - centre_p) * inverse) * weight_p
-    d = terms.log_odds(b, a, *odds, inverse)
-    found = terms.pointwise(d, b, a, q, p, x - log_sq if full else None)
-    found = *found[: _count(full)], p
-    state = [s + t for s, t in zip(state, found[: len(state)], strict=True)]
-  return state
-
-
-def _wide(columns, rows):
-  return [jnp.broadcast_to(x, (rows, tiles.LANES)) for x in columns]
+# Kernel bodies.
 
 
 def _fused_kernel(*refs, scaled, size, chunk, step, full):
   inverse, (policy, rollout, out) = tiles.scale_of(refs, scaled)
-  lane = jax.lax.broadcasted_iota(jnp.int32, (step, tiles.LANES), 1)
 
   def body(i, _):
     rows = pl.ds(pl.multiple_of(i * step, step), step)
-    read = lambda *where: (_read(policy, rows, *where), _read(rollout, rows, *where))
+    read = lambda *where: (lanes.read(policy, rows, *where), lanes.read(rollout, rows, *where))
 
     def exponentials(state, *where):
-      return [_add_exponentials(s, x, inverse) for s, x in zip(state, read(*where), strict=True)]
+      pairs = zip(state, read(*where), strict=True)
+      return [lanes.add_exponentials(s, x, inverse) for s, x in pairs]
 
-    found = _lanes(size, chunk, exponentials, [_nothing(step, True), _nothing(step, False)])
-    # Over the lanes, [rows, 1].
-    q, p = (jax.tree.map(lambda x: x[:, None], merge(s, 1, inverse)) for s in found)
-    given = _given(q.top, jnp.log(q.total), p.top, jnp.log(p.total), inverse)
-    given = _wide(given, step)
-    found = _lanes(
+    start = [lanes.nothing(step, True), lanes.nothing(step, False)]
+    found = lanes.fold(size, chunk, exponentials, start)
+    q, p = (lanes.over_lanes(s, inverse) for s in found)
+    given = lanes.given(q.top, jnp.log(q.total), p.top, jnp.log(p.total), inverse)
+    given = lanes.wide(given)
+    nothing = jnp.zeros((step, tiles.LANES), jnp.float32)
+    found = lanes.fold(
       size,
       chunk,
-      lambda s, *where: _add_terms(s, *read(*where), given, inverse, full),
-      [jnp.zeros((step, tiles.LANES), jnp.float32)] * _count(full),
+      lambda s, *where: lanes.add_terms(s, *read(*where), given, inverse, full),
+      [nothing] * lanes.count(full),
     )
     columns = [*q, *p[:2], *(t.sum(1, keepdims=True) for t in found)]
-    # One value a row and quantity: they share a row of lanes, so that one block is written.
-    packed = jnp.zeros((step, tiles.LANES), jnp.float32)
-    for k, column in enumerate(columns):
-      packed = jnp.where(lane == k, column, packed)
-    out[rows, :] = packed
+    out[rows, :] = lanes.pack(nothing, columns)
     return _
 
   jax.lax.fori_loop(0, policy.shape[0] // step, body, None)
@@ -316,64 +253,108 @@ def _fused_kernel(*refs, scaled, size, chunk, step, full):
 def _sums_kernel(*refs, plan, chunk, scaled):
   inverse, refs = tiles.scale_of(refs, scaled)
   (source,), (out,), buffers = plan.split(refs)
-  fields = out.shape[1]
-
-  def body(width, out_rows, views):
-    ((ref, rows),) = views
-    state = Sums(*(out[0, k, out_rows, :] for k in range(fields)))
-    add = lambda s, *where: _add_exponentials(s, _read(ref, rows, *where), inverse)
-    state = _lanes(width, chunk, add, state)
-    for k in range(fields):
-      out[0, k, out_rows, :] = state[k]
-
-  @pl.when(pl.program_id(2) == 0)
-  def _():
-    out[...] = jnp.zeros_like(out)
-    out[0, 0] = jnp.full(out.shape[2:], -jnp.inf, jnp.float32)
-
-  plan.walk([source], buffers, body)
+  fields = out.shape[0]
+  s, t, j = (pl.program_id(k) for k in (0, 2, 3))
+  pl.when(j == 0)(lambda: _forget(out))
+  plan.walk(plan.block(s, t, j), [source], buffers, _exponentials(out, fields, chunk, inverse))
 
 
 def _terms_kernel(*refs, plan, chunk, scaled, full):
   inverse, refs = tiles.scale_of(refs, scaled)
   sources, (given, out), buffers = plan.split(refs)
-  fields = _count(full) + 1
+  s, t, j = (pl.program_id(k) for k in (0, 2, 3))
 
-  def body(width, out_rows, views):
-    (policy, rows_q), (rollout, rows_p) = views
-    columns = given[out_rows, :]
-    wide = _wide((columns[:, k : k + 1] for k in range(_GIVEN)), tiles.STEP)
-
-    def add(state, *where):
-      pieces = _read(policy, rows_q, *where), _read(rollout, rows_p, *where)
-      return _add_terms(state, *pieces, wide, inverse, full)
-
-    state = _lanes(width, chunk, add, [out[0, k, out_rows, :] for k in range(fields)])
-    for k in range(fields):
-      out[0, k, out_rows, :] = state[k]
-
-  @pl.when(pl.program_id(2) == 0)
+  @pl.when(j == 0)
   def _():
     out[...] = jnp.zeros_like(out)
 
-  plan.walk(sources, buffers, body)
+  plan.walk(plan.block(s, t, j), sources, buffers, _summands(out, given, 0, chunk, inverse, full))
 
 
-def _count(full):
-  return 5 if full else 2
+def _linear_fused_kernel(*refs, plan, chunk, scaled, full):
+  inverse, refs = tiles.scale_of(refs, scaled)
+  # Between the sweeps, `out` holds the policy's sums and what `lanes.given` says of both sides.
+  sources, (lse, out, state), buffers = plan.split(refs)
+  s, t, j = (pl.program_id(k) for k in (0, 2, 3))
+  block, last = plan.block(s, t, j), plan.grid[3] - 1
+  pl.when((t == 0) & (j == 0))(lambda: _forget(state))
+
+  @pl.when(t == 0)
+  def _():
+    plan.walk(block, sources[:1], buffers[:1], _exponentials(state, 3, chunk, inverse))
+
+  @tiles.by_step(plan.block_rows, (t == 0) & (j == last))
+  def _(rows):
+    q = lanes.over_lanes(lanes.Sums(*(state[k, rows, :] for k in range(3))), inverse)
+    given = lanes.given(q.top, jnp.log(q.total), None, lse[rows, :], inverse)
+    nothing = jnp.zeros((tiles.STEP, tiles.LANES), jnp.float32)
+    out[rows, :] = lanes.pack(nothing, [*q, *given])
+    for k in range(state.shape[0]):
+      state[k, rows, :] = nothing
+
+  @pl.when(t == 1)
+  def _():
+    plan.walk(block, sources, buffers, _summands(state, out, 3, chunk, inverse, full))
+
+  @tiles.by_step(plan.block_rows, (t == 1) & (j == last))
+  def _(rows):
+    found = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
+    out[rows, :] = lanes.pack(out[rows, :], found, 3)
+
+
+def _forget(state):
+  """`lanes.nothing` in a reference to sums [fields, rows, 128]."""
+  state[...] = jnp.zeros_like(state)
+  state[0] = jnp.full(state.shape[1:], -jnp.inf, jnp.float32)
+
+
+def _exponentials(state, fields, chunk, inverse):
+  """For `Plan.walk`: adds one side's exponentials to sums [fields, rows, 128]."""
+
+  def body(width, rows, views):
+    ((ref, near),) = views
+    add = lambda s, *where: lanes.add_exponentials(s, lanes.read(ref, near, *where), inverse)
+    start = lanes.Sums(*(state[k, rows, :] for k in range(fields)))
+    for k, x in enumerate(lanes.fold(width, chunk, add, start)[:fields]):
+      state[k, rows, :] = x
+
+  return body
+
+
+def _summands(state, given, first, chunk, inverse, full):
+  """For `Plan.walk`: adds terms and p; columns of `given` from `first` on are `lanes.given`."""
+
+  def body(width, rows, views):
+    (policy, near_q), (rollout, near_p) = views
+    columns = given[rows, :]
+    wide = lanes.wide(columns[:, k : k + 1] for k in range(first, first + lanes.GIVEN))
+
+    def add(sums, *where):
+      pieces = lanes.read(policy, near_q, *where), lanes.read(rollout, near_p, *where)
+      return lanes.add_terms(sums, *pieces, wide, inverse, full)
+
+    start = [state[k, rows, :] for k in range(lanes.count(full) + 1)]
+    for k, x in enumerate(lanes.fold(width, chunk, add, start)):
+      state[k, rows, :] = x
+
+  return body
+
+
+def _sources(hidden, head, rollout):
+  return (hidden, head), rollout if isinstance(rollout, tuple) else (rollout,)
 
 
 def _sums(source, plan, temperature, weighted, chunk, interpret):
   kernel = functools.partial(_sums_kernel, chunk=chunk)
   found = tiles.run(kernel, plan, [source], [], 2 + weighted, temperature, interpret, (12, 1))
-  parts = Sums(*(found[:, k] for k in range(2 + weighted)))
-  return merge(parts, (0, 2), tiles.inverse(temperature))
+  parts = lanes.Sums(*(found[:, k] for k in range(2 + weighted)))
+  return lanes.merge(parts, (0, 2), tiles.inverse(temperature))
 
 
 def _terms(sources, plan, given, temperature, full, chunk, interpret):
   kernel = functools.partial(_terms_kernel, chunk=chunk, full=full)
-  columns = [jnp.stack(_given(*given, tiles.inverse(temperature)), 1)]
-  fields = _count(full) + 1
+  columns = [jnp.stack(lanes.given(*given, tiles.inverse(temperature)), 1)]
+  fields = lanes.count(full) + 1
   found = tiles.run(kernel, plan, sources, columns, fields, temperature, interpret, (50, 2))
   found = found.sum((0, 3))
   *summed, p = (found[k] for k in range(fields))

@@ -27,6 +27,8 @@ from trm_jax.types import InputError, Statistics
 
 # Entries of one chunk of scores: 32 MiB of float32.
 CHUNK = 2**23
+# A given normaliser may miss by so much; rounded to float32 near 1e4, it does by half.
+MASS_ERROR = 1e-3
 
 
 class _Rollout(NamedTuple):
@@ -226,42 +228,59 @@ def _by_chunks(hidden, head, tokens, rollout, temperature, *, full, axis_name):
 
 
 def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
-  """The same in one or two passes of a kernel over the vocabulary, all rows at once."""
-  has_rollout = rollout.logits is not None or rollout.hidden is not None
+  """The same in passes of kernels over the vocabulary, all rows at once."""
 
-  def side(states, table, logits, entropy):
-    if logits is None:
-      found = kernels.linear_sums(states, table, temperature)
-      local, here = vocab.place(tokens, table.shape[0], axis_name)
-      picked = jnp.einsum(
-        'nd,nd->n',
-        states,
-        table[local],
-        precision='float32',
-        preferred_element_type=jnp.float32,
-      )
-      picked = jnp.where(here, picked, 0)
-    else:
-      found = kernels.sums(logits, temperature)
-      picked = pair.pick(logits, tokens, axis_name)
-    return pair.Sums(found.top, found.total, found.weighted if entropy else None, picked)
+  def side(*source, weighted=True, sums=None):
+    if sums is None:
+      kernel = kernels.sums if len(source) == 1 else kernels.linear_sums
+      sums = kernel(*source, temperature, weighted=weighted)
+    return pair.Sums(*sums, pick(*source))
 
-  sides = [side(hidden, head, None, True)]
-  if has_rollout:
-    sides.append(side(rollout.hidden, rollout.head, rollout.logits, False))
-  policy, *others = (
-    pair.side(s, temperature) for s in pair.merge(tuple(sides), temperature, axis_name)
-  )
-  if not has_rollout:
+  def pick(*source):
+    if len(source) == 1:
+      return pair.pick(*source, tokens, axis_name)
+    states, table = source
+    local, here = vocab.place(tokens, table.shape[0], axis_name)
+    scores = jnp.einsum(
+      'nd,nd->n', states, table[local], precision='float32', preferred_element_type=jnp.float32
+    )
+    return jnp.where(here, scores, 0)
+
+  def merged(*sides):
+    return [pair.side(s, temperature) for s in pair.merge(sides, temperature, axis_name)]
+
+  def terms(*normaliser):
+    given = policy.top, policy.log_sum, *normaliser
+    return kernels.linear_terms(hidden, head, scores, *given, temperature, full=full)
+
+  def total(tree):
+    if axis_name is None:
+      return tree
+    parts, shape = jax.tree.flatten(tree)
+    return jax.tree.unflatten(shape, list(jax.lax.psum(jnp.stack(parts), axis_name)))
+
+  lse, linear = rollout.lse, (rollout.hidden, rollout.head)
+  scores = linear if rollout.logits is None else rollout.logits
+  source = linear if rollout.logits is None else (rollout.logits,)
+  if source[0] is None:
+    (policy,) = merged(side(hidden, head))
     return policy, Statistics(None, None, policy.entropy, policy.logp, None), None
-  (other,) = others
-  scores = rollout.logits if rollout.hidden is None else (rollout.hidden, rollout.head)
-  normalisers = policy.top, policy.log_sum, other.top, other.log_sum
-  found, _ = kernels.linear_terms(hidden, head, scores, *normalisers, temperature, full=full)
-  if axis_name is not None:
-    parts, tree = jax.tree.flatten(found)
-    found = jax.tree.unflatten(tree, list(jax.lax.psum(jnp.stack(parts), axis_name)))
-  return policy, divergences.gather(policy, other, found), None
+  if lse is None:
+    policy, other = merged(side(hidden, head), side(*source, weighted=False))
+    found, _ = terms(other.top, other.log_sum)
+    return policy, divergences.gather(policy, other, total(found)), None
+  if axis_name is None:
+    q, *found = kernels.linear_fused(hidden, head, scores, lse, temperature, full=full)
+    (policy,) = merged(side(hidden, head, sums=q))
+  else:
+    (policy,) = merged(side(hidden, head))
+    found = terms(None, lse)
+  found, mass, token = total((*found, pick(*source)))
+  logp = (token if temperature is None else token / temperature) - lse
+  # The normaliser of other logits.
+  wrong = ~(jnp.abs(mass - 1) <= MASS_ERROR)
+  found, logp = jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), (found, logp))
+  return policy, divergences.gather(policy, pair.Side(None, lse, None, logp), found), None
 
 
 def _backward(full, axis_name, residuals, g):
@@ -273,6 +292,9 @@ def _backward(full, axis_name, residuals, g):
   count, size = head.shape[0], min(head.shape[0], max(CHUNK // max(hidden.shape[0], 1), 128))
   local, here = vocab.place(tokens, count, axis_name)
   local = jnp.where(here, local, -1)
+  # A row that counts for nothing adds exactly nothing, whatever its states hold.
+  live = (to_logp != 0) | (to_entropy != 0)
+  hidden = jnp.where(live[:, None], hidden, 0)
 
   def block(i, carry):
     to_hidden, to_head = carry

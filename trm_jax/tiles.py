@@ -1,8 +1,10 @@
 """How TPU kernels cut their arrays into blocks of on-chip memory (VMEM), and how they are called.
 
 A source of logits is (logits,) or (hidden, head), whose product exists one block at a time. The
-grid is (share of the vocabulary, block of rows, block of the share). Each share has its own output,
-so that two cores between them read every block of a head once.
+grid is (share of the vocabulary, block of rows, sweep, block of the share). Each share has its own
+output, so that two cores between them read every block of a head once. A second sweep runs
+backwards, so that the block where the first one ended is not read again, and only in it are the
+sources after the first needed. Blocks move when their index changes; all else follows from that.
 """
 
 import functools
@@ -34,6 +36,7 @@ class Plan(NamedTuple):
     block_rows, block_size: those of a grid step.
     product_rows: rows whose logits are computed at a time; STEP where no source is a product.
     shares: parts of the vocabulary that different cores may take.
+    sweeps: times that a block of rows meets the vocabulary, 1 or 2; with 2, there is one share.
     linear: which sources are products.
     vmem: bytes the kernel may take.
   """
@@ -44,6 +47,7 @@ class Plan(NamedTuple):
   block_size: int
   product_rows: int
   shares: int
+  sweeps: int
   linear: tuple[bool, ...]
   vmem: int
 
@@ -52,21 +56,43 @@ class Plan(NamedTuple):
     return pl.cdiv(self.size, self.block_size)
 
   @property
-  def grid(self) -> tuple[int, int, int]:
-    return self.shares, pl.cdiv(self.rows, self.block_rows), pl.cdiv(self.blocks, self.shares)
+  def grid(self) -> tuple[int, int, int, int]:
+    rows = pl.cdiv(self.rows, self.block_rows)
+    return self.shares, rows, self.sweeps, pl.cdiv(self.blocks, self.shares)
+
+  def block(self, s, t, j):
+    """Block of the vocabulary at a place of the grid; one too many where a share lacks one."""
+    return s * self.grid[3] + j + t * (self.grid[3] - 1 - 2 * j)
 
   def specs(self, sources):
     # A share that is one block short repeats its last one, which costs no read.
-    entry = lambda s, j: jnp.minimum(s * self.grid[2] + j, self.blocks - 1)
-    for source in sources:
+    repeat = lambda block: jnp.minimum(block, self.blocks - 1)
+    # Before the second sweep, sources after the first wait at its first block.
+    wait = lambda s, t, j: repeat(self.block(s, 1, t * j))
+    go = lambda s, t, j: repeat(self.block(s, t, j))
+    for k, source in enumerate(sources):
+      entry = wait if k > 0 and self.sweeps == 2 else go
       if len(source) == 1:
-        yield pl.BlockSpec((self.block_rows, self.block_size), lambda s, i, j: (i, entry(s, j)))
+        yield pl.BlockSpec(
+          (self.block_rows, self.block_size), lambda s, i, t, j, at=entry: (i, at(s, t, j))
+        )
         continue
       width = source[0].shape[1]
       # Changes so rarely that a second buffer would only halve the rows that fit.
       once = pl.Buffered(1)
-      yield pl.BlockSpec((self.block_rows, width), lambda s, i, j: (i, 0), pipeline_mode=once)
-      yield pl.BlockSpec((self.block_size, width), lambda s, i, j: (entry(s, j), 0))
+      yield pl.BlockSpec((self.block_rows, width), lambda s, i, t, j: (i, 0), pipeline_mode=once)
+      yield pl.BlockSpec((self.block_size, width), lambda s, i, t, j, at=entry: (at(s, t, j), 0))
+
+  def read(self, sources) -> int:
+    """Bytes of the sources that are read."""
+    shares, rows, sweeps, _ = self.grid
+    total = 0
+    for k, source in enumerate(sources):
+      times = [1]
+      if len(source) == 2:
+        times = [shares if rows > 1 else 1, rows * (sweeps if k == 0 else 1)]
+      total += sum(n * x.size * x.dtype.itemsize for x, n in zip(source, times, strict=True))
+    return total
 
   def scratch(self):
     return [pltpu.VMEM((self.product_rows, self.block_size), jnp.float32)] * sum(self.linear)
@@ -78,9 +104,8 @@ class Plan(NamedTuple):
     sources = [[refs.pop(0) for _ in range(1 + is_linear)] for is_linear in self.linear]
     return sources, refs, buffers
 
-  def walk(self, sources, buffers, body):
+  def walk(self, block, sources, buffers, body):
     """body(valid lanes, output rows, [(reference of logits, its rows)]), STEP rows at a time."""
-    block = pl.program_id(0) * self.grid[2] + pl.program_id(2)
 
     def group(width, g):
       first = g * self.product_rows
@@ -107,33 +132,46 @@ class Plan(NamedTuple):
       pl.when(block == self.blocks - 1)(lambda: groups(last))
 
 
-def plan(sources, fields: int, block: tuple[int, int] | None, vmem_bytes: int | None) -> Plan:
-  """Blocks for `sources` and `fields` sums a row: of `block` = (rows, entries), or what fits."""
+def plan(
+  sources,
+  fields: int,
+  block: tuple[int, int] | None,
+  vmem_bytes: int | None,
+  *,
+  sweeps: int = 1,
+  cores: int = 1,
+) -> Plan:
+  """Blocks for `sources` and `fields` sums a row: of `block` = (rows, entries), or what fits.
+
+  Of two sweeps each of the `cores` takes other rows.
+  """
   linear = tuple(len(source) == 2 for source in sources)
   rows, size = sources[0][0].shape[0], sources[0][-1].shape[0 if linear[0] else 1]
   vmem = vmem_of(vmem_bytes)
-  block_rows, block_size = block or _fit(sources, fields, rows, vmem - SPARE_VMEM)
+  # Outputs and normalisers have two buffers; sums that two sweeps share are kept apart from them.
+  columns = 2 * (fields + 1) if sweeps == 1 else fields + 4
+  block_rows, block_size = block or _fit(sources, columns, rows, vmem - SPARE_VMEM, cores)
   block_size = min(up(block_size, LANES), up(size, LANES))
   product_rows = STEP
   if any(linear):
     product_rows = up(min(_PRODUCT, block_rows, rows), STEP)
   block_rows = up(min(block_rows, rows), product_rows)
-  shares = 2 if any(linear) and size > block_size else 1
-  return Plan(rows, size, block_rows, block_size, product_rows, shares, linear, vmem)
+  shares = 2 if any(linear) and size > block_size and sweeps == 1 else 1
+  return Plan(rows, size, block_rows, block_size, product_rows, shares, sweeps, linear, vmem)
 
 
-def _fit(sources, fields, rows, most):
+def _fit(sources, columns, rows, most, cores):
   """(rows, entries) of a block of a head: so that the head is read as few times as possible."""
   linear = [s for s in sources if len(s) == 2]
   width = lambda x: up(x.shape[1], LANES) * x.dtype.itemsize
-  # Blocks of logits, of the sums and of the given normalisers have two buffers, as those of a head.
+  # Blocks of logits have two buffers, as those of a head.
   an_entry = sum(2 * width(head) + 4 * _PRODUCT for _, head in linear)
   a_pair = sum(2 * s[0].dtype.itemsize for s in sources if len(s) == 1)
-  a_row = sum(width(hidden) for hidden, _ in linear) + 2 * 4 * LANES * (fields + 1)
+  a_row = sum(width(hidden) for hidden, _ in linear) + 4 * LANES * columns
 
   def passes(size):
     fitting = (most - size * an_entry) // (a_row + size * a_pair) // _PRODUCT * _PRODUCT
-    return pl.cdiv(rows, max(fitting, LANES))
+    return up(pl.cdiv(rows, max(fitting, LANES)), cores)
 
   size = min((_PRODUCT, _PRODUCT // 2, LANES), key=passes)
   return pl.cdiv(rows, passes(size)), size
@@ -153,19 +191,39 @@ def _product(hidden, head):
   )
 
 
+def by_step(rows: int, when):
+  """Runs the decorated function of each STEP of a kernel's `rows` if `when`."""
+
+  def run(body):
+    step = lambda i, _: body(pl.ds(pl.multiple_of(i * STEP, STEP), STEP))
+    pl.when(when)(lambda: jax.lax.fori_loop(0, rows // STEP, step, None))
+
+  return run
+
+
 def up(n: int, multiple: int) -> int:
   """n, rounded up."""
   return -(-n // multiple) * multiple
 
 
 def vmem_of(vmem_bytes: int | None) -> int:
-  """Bytes of VMEM: as given, of the default device, or what every recent TPU has."""
+  """Bytes of VMEM of a core: as given, of the device traced for, or what every recent TPU has."""
   if vmem_bytes is not None:
     return vmem_bytes
   try:
     return pltpu.get_tpu_info().vmem_capacity_bytes
   except ValueError:  # traced where there is no TPU
     return _LEAST_VMEM
+
+
+def cores_of(cores: int | None) -> int:
+  """Cores that work on one kernel: as given, of the device traced for, or 1."""
+  if cores is not None:
+    return cores
+  try:
+    return pltpu.get_tpu_info().num_cores
+  except ValueError:
+    return 1
 
 
 def inverse(temperature):
@@ -189,29 +247,36 @@ def scale_of(refs, scaled):
 
 
 def run(kernel, plan, sources, given, fields, temperature, interpret, work):
-  """Runs a kernel over `plan`; [shares, fields, N, 128] sums per lane. `work`: see `cost`."""
+  """Runs a kernel over `plan`. `work`: see `cost`.
+
+  Returns [shares, fields, N, 128] sums per lane; of two sweeps [N, 128], what the kernel packs from
+  the sums that it keeps in scratch.
+  """
   factor, factor_spec = scale(temperature)
-  given_spec = [pl.BlockSpec((plan.block_rows, x.shape[1]), lambda s, i, j: (i, 0)) for x in given]
-  out = (plan.shares, fields, plan.rows, LANES)
-  repeats = {True: (plan.shares, plan.grid[1]), False: (1,)}
-  read = [
-    n * x.size * x.dtype.itemsize
-    for s in sources
-    for x, n in zip(s, repeats[len(s) == 2], strict=True)
-  ]
-  depth = sum(s[0].shape[1] for s in sources if len(s) == 2)
+  given_spec = [pl.BlockSpec((plan.block_rows, x.shape[1]), lambda s, i, *_: (i, 0)) for x in given]
+  sums = fields, plan.block_rows, LANES
+  if plan.sweeps == 1:
+    out, kept = (plan.shares, fields, plan.rows, LANES), []
+    out_spec = pl.BlockSpec((None, *sums), lambda s, i, t, j: (s, 0, i, 0))
+  else:
+    out, kept = (plan.rows, LANES), [pltpu.VMEM(sums, jnp.float32)]
+    out_spec = pl.BlockSpec(sums[1:], lambda s, i, t, j: (i, 0))
+  products = [s for s in sources if len(s) == 2]
+  depth = sum(s[0].shape[1] for s in [*products, *products[: plan.sweeps - 1]])
   return call(
     functools.partial(kernel, plan=plan, scaled=len(factor)),
     [*factor, *(x for s in sources for x in s), *given],
     grid=plan.grid,
     in_specs=[*factor_spec, *plan.specs(sources), *given_spec],
-    out_specs=pl.BlockSpec((1, fields, plan.block_rows, LANES), lambda s, i, j: (s, 0, i, 0)),
+    out_specs=out_spec,
     out=out,
-    scratch_shapes=plan.scratch(),
-    semantics=('parallel', 'parallel', 'arbitrary'),
+    scratch_shapes=[*kept, *plan.scratch()],
+    semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary'),
     vmem_bytes=plan.vmem,
     cost=cost(
-      plan.rows * plan.size, (work[0] + 2 * depth, work[1]), sum(read) + 4 * math.prod(out)
+      plan.rows * plan.size,
+      (work[0] + 2 * depth, work[1]),
+      plan.read(sources) + 4 * math.prod(out),
     ),
     interpret=interpret,
   )
