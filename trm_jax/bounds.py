@@ -112,7 +112,7 @@ def spread(count: Array, delta: Real) -> Array:
 
 def advantage_limit(*, epsilon: Real, delta: Real) -> Float[Array, '']:
   """Lemma 3.1: max_t ||g_t|| <= 2 min(1, epsilon, sqrt(delta / 2)), g_t = E_policy[A_t | c_t]."""
-  return 2 * jnp.minimum(1, jnp.minimum(real('epsilon', epsilon), pinsker(delta)))
+  return 2 * jnp.minimum(real('epsilon', epsilon), pinsker(delta))
 
 
 def visitation_tv(
@@ -125,7 +125,7 @@ def visitation_tv(
   epsilon = real('epsilon', epsilon)
   k = before(horizon(T), epsilon)
   whole = jnp.minimum(real('seq_tv', seq_tv), pinsker(real('seq_kl', seq_kl)))
-  return jnp.minimum(jnp.minimum(k * epsilon, spread(k, delta)), jnp.minimum(1, whole))
+  return jnp.minimum(jnp.minimum(k * epsilon, spread(k, delta)), whole)
 
 
 def future_weights(*, T: int, epsilon: Real, delta: Real) -> Float[Array, 'T']:
@@ -136,13 +136,13 @@ def future_weights(*, T: int, epsilon: Real, delta: Real) -> Float[Array, 'T']:
   """
   epsilon = real('epsilon', epsilon)
   r = after(horizon(T), epsilon)
-  return jnp.minimum(r * epsilon, spread(r, delta)).clip(max=1)
+  return jnp.minimum(r * epsilon, spread(r, delta))
 
 
 def sequence_tv(*, d_bar: Reals, seq_kl: Real) -> Float[Array, '']:
   """Largest TV over whole responses: min(1, sum_t d_bar_t, sqrt(seq_kl / 2)) in [0, 1]."""
   total = real('d_bar', d_bar).sum()
-  return jnp.minimum(1, jnp.minimum(total, pinsker(real('seq_kl', seq_kl))))
+  return jnp.minimum(total, pinsker(real('seq_kl', seq_kl)))
 
 
 def worst_d_bar(*, T: int, epsilon: Real, delta: Real) -> Float[Array, 'T']:
@@ -308,4 +308,5 @@ def mixed_from(*, delta: Real, seq_kl: Real) -> Float[Array, '']:
 
 def acceptance(*, T: int, p: Real) -> Float[Array, '']:
   """(1 - p)^T: share kept by a max criterion that a token violates with probability p (App.)."""
-  return jnp.exp(horizon(T) * jnp.log1p(-real('p', p)))
+  p = real('p', p)
+  return jnp.exp(horizon(T) * jnp.log1p(-jnp.minimum(p, 1 - jnp.finfo(p.dtype).eps)))

@@ -105,18 +105,21 @@ def _terms(b, a, v, w, policy, rollout, temperature, full, keep) -> terms.Terms:
     return terms.Terms(*(None if x is None else x.sum(-1) for x in found))
   # Five sums are five loops: what each of them needs is computed once.
   d, e = jax.lax.optimization_barrier((d, terms.excess(d)))
-  chi2 = lambda power: terms.chi2(d, e, b, q, p, power).sum(-1)
   kl, tv = terms.core(d, e, a, q, p)
+  # A division instead of an exponential, unless p has lost its digits and q^2/p has not: then inf.
+  power = jnp.where(p < 1e-35, jnp.where(d > 20, jnp.inf, 0), q * (q / p))
+  chi2 = terms.chi2(d, e, b, q, p, power).sum(-1)
+
+  def exact():
+    q, p = v * weight(policy), w * weight(rollout)
+    power = jnp.exp(log_probs(b, policy, temperature) + d)
+    return terms.chi2(d, e, b, q, p, power).sum(-1)
+
   return terms.Terms(
     kl.sum(-1),
     tv.sum(-1),
     terms.reverse(d, e, b, q, p).sum(-1),
-    # A division where p keeps its digits; where it does not, the dearer exponential.
-    jax.lax.cond(
-      ((p < 1e-30) & (b != -jnp.inf)).any(),
-      lambda: chi2(jnp.exp(log_probs(b, policy, temperature) + d)),
-      lambda: chi2(q * (q / p)),
-    ),
+    jax.lax.cond((chi2 == jnp.inf).any(), exact, lambda: chi2),
     jnp.square(v).sum(-1) * jnp.square(weight(policy)[..., 0]),
   )
 
