@@ -218,12 +218,8 @@ def judge(
 
   arms = [functools.partial(arm, m) for m in settings.methods]
   terms, scored, kept = arms[0]() if len(arms) == 1 else jax.lax.switch(chosen, arms)
-  return (
-    tuple(mean.over(data_axis) for mean in terms),
-    scored,
-    kept,
-    jnp.isnan(rollout.logp),
-  )
+  terms = tuple(mean.over(data_axis) for mean in terms)
+  return terms, scored, kept, jnp.isnan(rollout.logp)
 
 
 def _judge_over_mesh(settings: Settings):
@@ -233,17 +229,14 @@ def _judge_over_mesh(settings: Settings):
   rows, scores = P(DATA), P(DATA, None, MODEL)
 
   def over_mesh(hidden, head, batch, limit, key, chosen):
-    replace = dataclasses.replace
-    by_vocabulary = lambda x: sharding.reshard(x, DATA, None, MODEL)
-    batch = replace(
-      batch,
-      rollout=replace(batch.rollout, logits=by_vocabulary(batch.rollout.logits)),
-      reference_logits=by_vocabulary(batch.reference_logits),
-    )
-    specs = jax.tree.map(lambda _: rows, batch)
-    specs = replace(specs, rollout=replace(specs.rollout, logits=scores))
-    if batch.reference_logits is not None:
-      specs = replace(specs, reference_logits=scores)
+    def with_scores(tree, of):
+      """`tree` with `of` applied to what has a vocabulary axis."""
+      rollout = dataclasses.replace(tree.rollout, logits=of(tree.rollout.logits))
+      reference = None if tree.reference_logits is None else of(tree.reference_logits)
+      return dataclasses.replace(tree, rollout=rollout, reference_logits=reference)
+
+    batch = with_scores(batch, lambda x: sharding.reshard(x, DATA, None, MODEL))
+    specs = with_scores(jax.tree.map(lambda _: rows, batch), lambda _: scores)
     return sharding.over_mesh(
       body,
       in_specs=(rows, P(MODEL), specs, P(), P(), P()),
@@ -401,5 +394,4 @@ def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array,
   }
   if reports.route_flips is not None:
     scalars['route_flips'] = reports.route_flips.mean()
-  bad = ~jnp.isfinite(jnp.where(scored.valid, scored.logp, 0)).all(-1)
-  return scalars, bad
+  return scalars, ~jnp.isfinite(jnp.where(scored.valid, scored.logp, 0)).all(-1)
