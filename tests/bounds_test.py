@@ -162,6 +162,7 @@ def test_blocks_by_hand():
   same_as_printed(bounds.advantage_limit(epsilon=1.0, delta=9.0), '2.0')
   tv = bounds.visitation_tv(T=5, epsilon=0.15, delta=0.08)
   np.testing.assert_allclose(tv, [0, 0.15, 0.282843, 0.346410, 0.4], atol=5e-7)
+  np.testing.assert_allclose(bounds.visitation_tv(T=3, epsilon=1.0, delta=9.0), [0, 1, 1])
   tv = bounds.visitation_tv(T=5, epsilon=0.15, delta=0.08, seq_tv=0.3)
   np.testing.assert_allclose(tv, [0, 0.15, 0.282843, 0.3, 0.3], atol=5e-7)
   tv = bounds.visitation_tv(T=5, epsilon=0.15, delta=0.08, seq_kl=0.12)
@@ -584,7 +585,7 @@ def test_equal_to_the_formulas_written_out(steps, dtype):
 
 @pytest.mark.parametrize('dtype, rtol', [(np.float32, 1e-6), (np.float64, 1e-14)])
 def test_budget_bound_has_no_cancellation(dtype, rtol):
-  x = np.logspace(-12, 1.5, 100).astype(dtype)
+  x = np.append(np.logspace(-12, 1.5, 100), [0.95, 1.0, 1.05]).astype(dtype)
   with jax.enable_x64(dtype == np.float64):
     got = np.asarray(jax.vmap(sharp_bounds.budget_l2)(jnp.asarray(x)))
     assert got.dtype == dtype

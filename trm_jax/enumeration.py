@@ -34,8 +34,8 @@ from trm_jax.types import Divergences, InputError
 
 # X * V**T of one world, or of a batch together.
 MAX_SEQUENCES = 10_000_000
-# What the oracle's gradients hold at once for each sequence (measured).
-BYTES_PER_SEQUENCE = 600
+# What all quantities and their gradients in one program hold at once (measured).
+BYTES_PER_SEQUENCE = 300
 
 float64 = functools.partial(jax.enable_x64, True)
 

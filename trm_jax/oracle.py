@@ -12,8 +12,8 @@
 | `gradient`                                | of any of these with respect to the policy's logits |
 | `delta_harm`, `gradient_harm`             | share of each token and sequence in Delta, |error|  |
 
-All take an `enumeration.World`, run inside `enumeration.float64()`, and are pure functions to `jit`,
-`vmap` and differentiate. E_roll averages over prompts too. W = prod_t rho_t. Identities that hold
+All take an `enumeration.World`, run inside `enumeration.float64()`, and are pure: `jit`, `vmap` and
+differentiate them. E_roll averages over prompts too. W = prod_t rho_t. Identities that hold
 for full support fail as they should where the rollout gives 0 to a token of the policy: E_roll
 never sees such a token, J_theta and the divergences do.
 arXiv 2512.23075.
