@@ -306,7 +306,8 @@ def _backward(full, axis_name, residuals, g):
     slope = pair.score_gradient(
       scores, local - start, temperature, policy, to_logp, to_entropy, None
     ).astype(_product(hidden, head))
-    to_part = _contract('nv,nd->vd', slope, hidden)
+    # [D, V] and then transposed: on a CPU half as fast again as the product with [V, D] as result.
+    to_part = jax.lax.optimization_barrier(_contract('nv,nd->dv', slope, hidden)).T
     to_hidden += _contract('nv,vd->nd', slope, jnp.where(new[:, None], part, 0))
     to_head = jax.lax.dynamic_update_slice_in_dim(to_head, to_part.astype(head.dtype), start, 0)
     return to_hidden, to_head
