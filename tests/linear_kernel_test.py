@@ -122,7 +122,7 @@ def test_a_normaliser_of_other_logits_gives_nan(interpreted, axis_name, full):
   if axis_name is not None:
     interpreted[1]()
     mesh = jax.make_mesh((1,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
-    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P())
   found = jax.jit(run)(*args, rollout)
   for name in ('kl', 'tv', 'rollout_logp', *(('reverse_kl', 'chi2', 'square') if full else ())):
     assert np.flatnonzero(np.isnan(getattr(found, name))).tolist() == [3, 4, 5, 6, 7, 8], name

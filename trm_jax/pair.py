@@ -68,7 +68,7 @@ def _float32(keep, *logits):
 
 
 def sums(logits, temperature, *, entropy=True, keep=False) -> Sums:
-  """Local sums of one side, in plain XLA. `keep`: see `fused`."""
+  """Local sums of one side [*b, V] -> [*b], float32, in plain XLA. `keep`: see `fused`."""
   (x,) = _float32(keep, logits)
   top = x.max(-1)
   x = centred(x, top, temperature)
@@ -210,9 +210,7 @@ def merge(sides: tuple[Sums, ...], temperature, axis_name: str | None) -> tuple[
 
 def pick(logits, tokens, axis_name):
   """float32 logit of each position's token on the device that holds it, 0 on the others."""
-  local, here = vocab.place(tokens, logits.shape[-1], axis_name)
-  chosen = jnp.take_along_axis(logits, local[..., None], -1)[..., 0]
-  return jnp.where(here, chosen.astype(jnp.float32), 0)
+  return vocab.held(logits, tokens, axis_name).astype(jnp.float32)
 
 
 def one(logits, tokens, temperature, axis_name, *, entropy=True) -> Side:

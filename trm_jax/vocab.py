@@ -28,10 +28,16 @@ def pick(
 
   Tokens outside the vocabulary give 0 (padding may hold anything).
   """
-  local, here = place(tokens, x.shape[-1], axis_name)
-  value = jnp.take_along_axis(x, local[..., None], -1)[..., 0]
-  value = jnp.where(here, value, 0)
+  value = held(x, tokens, axis_name)
   return value if axis_name is None else jax.lax.psum(value, axis_name)
+
+
+def held(
+  x: Float[Array, '*b V'], tokens: Int[Array, '*b'], axis_name: str | None = None
+) -> Float[Array, '*b']:
+  """`pick` before its all-reduce: x at the tokens that this device holds, 0 at the others."""
+  local, here = place(tokens, x.shape[-1], axis_name)
+  return jnp.where(here, jnp.take_along_axis(x, local[..., None], -1)[..., 0], 0)
 
 
 def place(
