@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import shutil
 
 import jax
 import matplotlib.pyplot as plt
@@ -302,10 +301,7 @@ def main(args: BoundsTable) -> None:
   figure = draw(summary, args.directory / 'figure.png')
   print(f'\n{text}\n\nFigure: {figure}')
   if args.publish:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in ('summary.json', 'table.md', 'figure.png'):
-      shutil.copyfile(args.directory / name, RESULTS / name)
-    print(f'Published to {RESULTS}')
+    report.publish(args.directory, RESULTS)
 
 
 if __name__ == '__main__':

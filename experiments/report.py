@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import shutil
 import statistics
 from collections.abc import Sequence
 
@@ -82,3 +83,11 @@ def write_json(path: pathlib.Path, value: dict) -> pathlib.Path:
   partial.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + '\n')
   partial.replace(path)
   return path
+
+
+def publish(directory: pathlib.Path, results: pathlib.Path) -> None:
+  """Copies summary, table and figure of a run to the folder that is committed."""
+  results.mkdir(parents=True, exist_ok=True)
+  for name in ('summary.json', 'table.md', 'figure.png'):
+    shutil.copyfile(directory / name, results / name)
+  print(f'Published to {results}')

@@ -15,7 +15,6 @@ Honest caveat: sequence-separable mismatch is the mask's natural ground; see the
 
 import dataclasses
 import pathlib
-import shutil
 from typing import Annotated
 
 import tyro
@@ -182,10 +181,7 @@ def main(args: StuckReplica) -> None:
   figure = figures.stuck_replica(summary, args.directory / 'figure.png')
   print(f'\n{shown}\n\n{verdict(summary)}\n\nFigure: {figure}')
   if args.publish:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    for name in ('summary.json', 'table.md', 'figure.png'):
-      shutil.copyfile(args.directory / name, RESULTS / name)
-    print(f'Published to {RESULTS}')
+    report.publish(args.directory, RESULTS)
 
 
 if __name__ == '__main__':
