@@ -223,8 +223,14 @@ def test_an_unfinished_checkpoint_is_ignored(saved):
     assert run.restore(abstract(state_of(0)))[0] == 5
 
 
-def test_all_damaged_is_an_error_with_every_cause(saved):
-  flip_bit(saved / 'checkpoints' / '2')
+def garble(step_path):  # a flipped bit may still decompress; without zstd's magic number none does
+  content = data_file(step_path).read_bytes()
+  data_file(step_path).write_bytes(content.replace(bytes.fromhex('28b52ffd'), bytes(4)))
+
+
+@pytest.mark.parametrize('damage', [flip_bit, garble])
+def test_all_damaged_is_an_error_with_every_cause(saved, damage):
+  damage(saved / 'checkpoints' / '2')
   remove_state(saved / 'checkpoints' / '4')
   before = (saved / 'metrics.jsonl').read_bytes()
   with recording.open_run(saved, CONFIG, resume=True) as run:
@@ -278,32 +284,6 @@ def test_config_json_says_what_was_run(tmp_path):
   assert about['device'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 8, 'processes': 1}
   assert about['commit'] is None or len(about['commit']) == 40
   assert isinstance(about['dirty'], bool) and about['created'][:2] == '20'
-
-
-def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
-  def git(*command):
-    who = ['-c', 'user.name=a', '-c', 'user.email=a@b']
-    return subprocess.check_output(['git', *who, *command], cwd=tmp_path, text=True).strip()
-
-  (tmp_path / 'trm_jax').mkdir()
-  source = tmp_path / 'trm_jax' / 'recording.py'
-  source.write_text('')
-  monkeypatch.setattr(recording, '__file__', str(source))
-  assert recording._commit() == {'commit': None, 'dirty': False}
-  git('init', '-q')
-  assert recording._commit() == {'commit': None, 'dirty': False}
-  git('add', '.')
-  git('commit', '-qm', 'one')
-  git('tag', '-a', 'v1', '-m', 'v1')
-  assert recording._commit() == {'commit': git('rev-parse', 'HEAD'), 'dirty': False}
-  source.write_text('changed')
-  assert recording._commit() == {'commit': git('rev-parse', 'HEAD'), 'dirty': True}
-  monkeypatch.setattr(recording, '__file__', str(tmp_path / 'site' / 'trm_jax' / 'recording.py'))
-  (tmp_path / 'site').mkdir()  # installed below somebody else's checkout
-  assert recording._commit() == {'commit': None, 'dirty': False}
-  monkeypatch.setattr(recording, '__file__', str(source))
-  monkeypatch.setenv('PATH', '')
-  assert recording._commit() == {'commit': None, 'dirty': False}
 
 
 def test_an_existing_run_needs_resume(saved):

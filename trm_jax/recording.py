@@ -13,16 +13,13 @@ turns them back into floats.
 import contextlib
 import errno
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
 import pathlib
-import platform
 import re
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -35,8 +32,7 @@ from jax.experimental import multihost_utils
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2
 
-import trm_jax
-from trm_jax import progress, types
+from trm_jax import progress, provenance, types
 
 logger = logging.getLogger(__name__)
 # Orbax reports every phase of a save at INFO, and at ERROR, with pages of traceback, what it also
@@ -44,7 +40,6 @@ logger = logging.getLogger(__name__)
 logging.getLogger('absl').addFilter(
   lambda record: record.levelno == logging.WARNING or 'orbax' not in record.pathname
 )
-_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 Progress = progress.Progress
 
 
@@ -73,10 +68,10 @@ def open_run(
         f'{path} already holds a run; pass --resume to continue it or choose another directory'
       )
     if names:
-      _compare_config(path / 'config.json', config)
+      provenance.compare(path / 'config.json', config)
     else:
       about = {'config': config, 'created': time.strftime('%Y-%m-%dT%H:%M:%S%z')}
-      Run(path, keep).write_json('config.json', about | _commit() | _environment())
+      Run(path, keep).write_json('config.json', about | provenance.found())
   except OSError as error:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
       raise
@@ -165,7 +160,7 @@ class Run(contextlib.AbstractContextManager):
       try:
         found = self._read(step, abstract_state)
       except Exception as error:  # orbax raises a bare Exception for half an array
-        cause = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
+        cause = _cause(error)
       if np.all(multihost_utils.process_allgather(found is not None)):  # all take the same step
         self._set_aside(failed)
         self._restored = step
@@ -259,49 +254,6 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
   return [{name: special.get(value, value) for name, value in row.items()} for row in rows]
 
 
-def _compare_config(path: pathlib.Path, config: dict) -> None:
-  try:
-    saved = json.loads(path.read_text())
-    differing = _differences(saved['config'], config)
-    environment = _differences({key: saved[key] for key in ('versions', 'device')}, _environment())
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise types.InputError(f'{path} is damaged ({error}); choose another directory') from error
-  if differing:
-    raise types.InputError(
-      f'{path} has another config: {differing}; pass the same or choose another directory'
-    )
-  if environment:
-    logger.warning('the resumed run is not promised to be bit-exact: %s', environment)
-
-
-def _differences(then: dict, now: dict) -> str:
-  then, now = _flat(then), _flat(now)
-  return ', '.join(
-    f'{key} was {then.get(key, "absent")!r} and is {now.get(key, "absent")!r}'
-    for key in sorted(then.keys() | now.keys())
-    if then.get(key, then) != now.get(key, now)
-  )
-
-
-def _environment() -> dict:
-  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  versions |= {'python': platform.python_version(), 'trm_jax': trm_jax.__version__}
-  device = {'platform': jax.devices()[0].platform, 'kind': jax.devices()[0].device_kind}
-  device |= {'count': jax.device_count(), 'processes': jax.process_count()}
-  return {'versions': versions, 'device': device}
-
-
-def _commit() -> dict:
-  """The git commit of the checkout this file is in; null where it is in none."""
-  root = pathlib.Path(__file__).resolve().parents[1]
-  describe = ['git', '-C', root, 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
-  with contextlib.suppress(OSError, subprocess.SubprocessError):
-    if (root / '.git').exists():  # not just below another repository
-      found = subprocess.check_output(describe, stderr=subprocess.DEVNULL, text=True, timeout=20)
-      return {'commit': found.strip().removesuffix('-dirty'), 'dirty': '-dirty' in found}
-  return {'commit': None, 'dirty': False}
-
-
 def _leaves(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -342,15 +294,6 @@ def _plain(value: Any, name: str) -> Any:
     raise types.InputError(f'{name} cannot be written as JSON: {error}') from error
 
 
-def _flat(tree: dict, prefix: str = '') -> dict:
-  """{'a.b': value} of nested dicts; an empty dict is a value."""
-  flat = {}
-  for key, value in tree.items():
-    nested = isinstance(value, dict) and value
-    flat |= _flat(value, f'{prefix}{key}.') if nested else {f'{prefix}{key}': value}
-  return flat
-
-
 def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:
   """(line, row) of a metrics.jsonl; the row is None where the line is not whole."""
   parsed = []
@@ -360,6 +303,13 @@ def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:
       row = json.loads(line) if line.endswith(b'}\n') else None
     parsed.append((line, row))
   return parsed
+
+
+def _cause(error: Exception) -> str:
+  """One short line; of a TensorStore specification, which fills a page, only the leaf's name."""
+  text, _, details = ' '.join(str(error).split()).partition(' See full TensorStore details')
+  leaf = re.findall(r"'path': '([^/'][^']*)/'", details)[-1:]
+  return f'{type(error).__name__}: {text[:300]}' + ''.join(f' ({name})' for name in leaf)
 
 
 def _cut_back(path: pathlib.Path, step: int | float) -> None:

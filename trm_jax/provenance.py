@@ -1,0 +1,78 @@
+"""What a run was made by: versions, device and commit, and how two configurations differ."""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import pathlib
+import platform
+import subprocess
+
+import jax
+
+import trm_jax
+from trm_jax import types
+
+logger = logging.getLogger(__name__)
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+
+
+def found() -> dict:
+  """{'commit', 'dirty', 'versions', 'device'} of this process, as plain JSON values."""
+  return commit() | _environment()
+
+
+def commit() -> dict:
+  """The git commit of the checkout this file is in; null where it is in none."""
+  root = pathlib.Path(__file__).resolve().parents[1]
+  describe = ['git', '-C', root, 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+  with contextlib.suppress(OSError, subprocess.SubprocessError):
+    if (root / '.git').exists():  # not just below another repository
+      text = subprocess.check_output(describe, stderr=subprocess.DEVNULL, text=True, timeout=20)
+      return {'commit': text.strip().removesuffix('-dirty'), 'dirty': '-dirty' in text}
+  return {'commit': None, 'dirty': False}
+
+
+def compare(path: pathlib.Path, config: dict) -> None:
+  """Raises InputError unless the config.json at `path` holds `config`.
+
+  Another version or device is only a warning: the run can go on, but not bit for bit.
+  """
+  try:
+    saved = json.loads(path.read_text())
+    differing = _differences(saved['config'], config)
+    environment = _differences({key: saved[key] for key in ('versions', 'device')}, _environment())
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise types.InputError(f'{path} is damaged ({error}); choose another directory') from error
+  if differing:
+    raise types.InputError(
+      f'{path} has another config: {differing}; pass the same or choose another directory'
+    )
+  if environment:
+    logger.warning('the resumed run is not promised to be bit-exact: %s', environment)
+
+
+def _environment() -> dict:
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  versions |= {'python': platform.python_version(), 'trm_jax': trm_jax.__version__}
+  device = {'platform': jax.devices()[0].platform, 'kind': jax.devices()[0].device_kind}
+  device |= {'count': jax.device_count(), 'processes': jax.process_count()}
+  return {'versions': versions, 'device': device}
+
+
+def _differences(then: dict, now: dict) -> str:
+  then, now = _flat(then), _flat(now)
+  return ', '.join(
+    f'{key} was {then.get(key, "absent")!r} and is {now.get(key, "absent")!r}'
+    for key in sorted(then.keys() | now.keys())
+    if then.get(key, then) != now.get(key, now)
+  )
+
+
+def _flat(tree: dict, prefix: str = '') -> dict:
+  """{'a.b': value} of nested dicts; an empty dict is a value."""
+  flat = {}
+  for key, value in tree.items():
+    nested = isinstance(value, dict) and value
+    flat |= _flat(value, f'{prefix}{key}.') if nested else {f'{prefix}{key}': value}
+  return flat
