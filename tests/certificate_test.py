@@ -1,0 +1,228 @@
+"""Certificates: exact on whole populations, worst cases of bad rows, plain verdicts."""
+
+import dataclasses
+import functools
+import math
+
+import certificate_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import certificate, confidence
+from trm_jax.types import InputError
+
+IS = (certificate.improvement, certificate.harm)
+CAPPED = [jax.jit(functools.partial(f, cap=c)) for c in (100.0, 0.1) for f in IS]
+
+
+def values(found):
+  return np.asarray([found.estimate, found.lower, found.log_evalue])
+
+
+def test_worked_example():
+  ratio = jnp.array([[1.1, 0.9, 1.0], [1.2, 0.5, 1.1], [1.0, 1.3, 1.0]])
+  valid = jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool)
+  weight = jnp.exp(certificate.log_weight(jnp.log(ratio), valid))
+  np.testing.assert_allclose(weight, [0.99, 0.66, 1.3], rtol=1e-6)
+  found = certificate.improvement(jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
+  assert float(found.estimate) == pytest.approx(0.096667, abs=1e-6)
+  assert float(found.terms['gained']) == pytest.approx(0.3 / 3, abs=1e-6)
+  assert float(found.terms['lost']) == pytest.approx(-0.01 / 3, abs=1e-6)
+  alarm = certificate.harm(jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
+  assert float(alarm.estimate) == pytest.approx(-0.34 / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize('support', [True, False])
+def test_the_mean_is_below_the_gain(support):
+  """Exactly, on populations: equal with the policy's support, below without it and when capped."""
+  with jax.enable_x64(True):
+    for seed in range(40):
+      it = oracle.draw(seed, T=4, spread=0.2 + seed / 20, support=support)
+      rows = it.log_ratio, it.valid, it.reward
+      rows = [jnp.asarray(x) for x in rows]
+      up, down, capped, _ = (float(f(*rows).estimate) for f in CAPPED)
+      assert capped <= up + 1e-12
+      assert down <= -it.gain + 1e-12 and up <= it.gain + 1e-12
+      if support:
+        assert up == pytest.approx(it.gain, abs=1e-12)
+        assert down == pytest.approx(-it.gain, abs=1e-12)
+    assert capped < up - 1e-3  # the cap was reached
+
+
+def test_the_retrospective_mean_is_below_the_gain():
+  one = lambda *row: certificate.retrospective(*(x[None] for x in row)).estimate
+  each = jax.jit(jax.vmap(one))
+  with jax.enable_x64(True):
+    for seed in range(20):
+      it = oracle.draw(seed, T=3, spread=0.5, support=seed % 2 > 0)
+      mass, *rows = oracle.swapped(it, 3, seed)
+      mean = float((jnp.asarray(mass) * each(*map(jnp.asarray, rows))).sum())
+      assert mean <= it.gain + 1e-12
+      if seed % 2:
+        assert mean == pytest.approx(it.gain, abs=1e-12)
+  assert certificate.retrospective(*map(jnp.asarray, rows)).claim == 'J(new) > J(old)'
+
+
+def test_terms_sum_to_the_estimate_in_units_of_the_reward():
+  it = oracle.draw(3, T=4, spread=0.3)
+  log_ratio, valid, reward = (jnp.asarray(x) for x in (it.log_ratio, it.valid, it.reward))
+  for make in IS:
+    one = make(log_ratio, valid, reward, samples=4)
+    assert float(sum(one.terms.values())) == pytest.approx(float(one.estimate), abs=1e-6)
+    other = make(log_ratio, valid, 4 * reward - 1, samples=4, low=-1.0, high=3.0)
+    np.testing.assert_allclose(values(other)[:2], 4 * values(one)[:2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(other.log_evalue, one.log_evalue, rtol=1e-4, atol=1e-5)
+
+
+def test_the_unit_is_the_prompt():
+  """Rows of a prompt share its fate: their mean counts once."""
+  rng = np.random.default_rng(0)
+  log_ratio = jnp.asarray(rng.normal(0, 0.3, (12, 1)), jnp.float32)
+  valid, reward = jnp.ones((12, 1), bool), jnp.asarray(rng.random(12), jnp.float32)
+  found = certificate.improvement(log_ratio, valid, reward, samples=3)
+  x = (reward * jnp.expm1(log_ratio[:, 0])).reshape(4, 3).mean(-1)
+  assert float(found.lower) == pytest.approx(float(confidence.betting(x, alpha=0.05)), abs=1e-6)
+  assert float(found.log_evalue) == pytest.approx(float(confidence.log_evalue(x)), abs=1e-5)
+  copies = certificate.improvement(*(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)))
+  group = certificate.improvement(
+    *(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)), samples=5
+  )
+  alone = certificate.improvement(log_ratio, valid, reward)
+  np.testing.assert_allclose(values(group), values(alone), rtol=1e-5, atol=1e-6)
+  assert float(copies.lower) > float(alone.lower)
+
+
+@pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf])
+def test_rows_that_cannot_be_judged_count_as_the_worst(bad):
+  log_ratio, valid = jnp.full((6, 2), 0.1), jnp.ones((6, 2), bool)
+  reward = jnp.array([1.0, 0, 1, 0, 1, 1])
+  for make in IS:
+    found = make(log_ratio.at[4, 1].set(bad), valid, reward)
+    zero = make(log_ratio.at[4].set(jnp.array([0.1, -1e4])), valid, reward)
+    np.testing.assert_array_equal(values(found), values(zero))
+    assert values(found)[0] <= values(make(log_ratio, valid, reward))[0]
+  # A missing reward may have been 0 or 1.
+  for make in IS:
+    found = make(log_ratio, valid, reward.at[4].set(math.nan))
+    assert float(found.terms['missing']) == pytest.approx(-1 / 6)
+    assert np.isfinite(values(found)).all()
+
+
+def test_padding_never_matters():
+  log_ratio = jnp.array([[0.1, 0.2], [0.3, 0.0], [0.0, 0.0]])
+  valid = jnp.array([[1, 1], [1, 0], [0, 0]], bool)
+  reward = jnp.array([0.2, 0.9, 0.5])
+  for make in IS:
+    clean = make(log_ratio, valid, reward)
+    for content in (5.0, math.nan, math.inf):
+      dirty = make(jnp.where(valid, log_ratio, content), valid, reward)
+      np.testing.assert_array_equal(values(dirty), values(clean))
+
+
+def test_identical_policies_are_never_certified():
+  zeros, valid = jnp.zeros((4096, 3)), jnp.ones((4096, 3), bool)
+  for make in IS:
+    found = make(zeros, valid, jnp.ones(4096) * 0.5)
+    assert float(found.estimate) == float(found.log_evalue) == 0 > float(found.lower)
+    assert found.verdict.startswith('vacuous')
+
+
+def verdicts(log_ratio, rows, reward):
+  shape = (rows, 1)
+  args = jnp.full(shape, log_ratio), jnp.ones(shape, bool), jnp.full(rows, reward)
+  return [make(*args).verdict for make in IS]
+
+
+def test_verdicts_say_no_more_than_was_proven():
+  up, down = verdicts(0.3, 100, 1.0)
+  assert up.startswith('certified: J(policy) > J(rollout) by at least 0.')
+  assert down == 'not certified: J(policy) < J(rollout)'
+  up, down = verdicts(-0.3, 100, 1.0)
+  assert up.startswith('vacuous: no reward could certify J(policy) > J(rollout)')
+  up, down = verdicts(0.3, 100, 0.0)
+  assert down.startswith('certified: J(policy) < J(rollout) by at least 0.')
+  up, down = verdicts(0.3, 10, 1.0)  # ten rows prove nothing, whatever the reward
+  assert up.startswith('vacuous') and down.startswith('vacuous')
+  found = certificate.improvement(jnp.full((9, 1), 2.0), jnp.ones((9, 1), bool), jnp.ones(9))
+  assert found.lower > 0
+  hope = dataclasses.replace(found, guarantee=certificate.ASYMPTOTIC).verdict
+  assert hope.startswith('not certified') and 'asymptotic' in hope and 'proves nothing' in hope
+
+
+def test_a_fitted_policy_is_certified_on_its_own_rows_and_not_on_fresh_ones():
+  """The misuse that the head of the module warns of, at zero effect: rewards are coin flips."""
+  rng = np.random.default_rng(0)
+
+  def false_rate(fresh):
+    wrong = 0
+    for _ in range(40):
+      tokens, other = rng.integers(0, 64, (2, 2048))
+      rewards = rng.integers(0, 2, (2, 2048))
+      lift = np.bincount(tokens, rewards[0] - 0.5, 64) / 8
+      log_p = lift - np.log(np.exp(lift).mean())  # up where a reward was seen
+      at, reward = (other, rewards[1]) if fresh else (tokens, rewards[0])
+      found = certify(jnp.asarray(log_p[at][:, None]), jnp.asarray(reward, jnp.float32))
+      wrong += float(found) > 0
+    return wrong / 40
+
+  @jax.jit
+  def certify(log_ratio, reward):
+    return certificate.improvement(log_ratio, jnp.ones_like(log_ratio, bool), reward).lower
+
+  assert false_rate(fresh=False) > 0.9 and false_rate(fresh=True) <= 0.05
+
+
+def test_jit_and_precision():
+  it = oracle.draw(1, T=4, spread=0.4)
+  rows = it.log_ratio, it.valid, it.reward
+  with jax.enable_x64(True):
+    double = certificate.improvement(*map(jnp.asarray, rows), samples=4)
+    assert double.lower.dtype == jnp.float64
+  single = [jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else bool) for x in rows]
+  eager = certificate.improvement(*single, samples=4)
+  jitted = jax.jit(lambda *a: certificate.improvement(*a, samples=4))(*single)
+  assert jitted.claim == eager.claim and jitted.lower.dtype == jnp.float32
+  np.testing.assert_allclose(values(jitted), values(eager), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(values(eager), values(double), rtol=1e-4, atol=1e-5)
+
+
+def test_monitor():
+  it = oracle.draw(2, T=4, spread=0.4)
+  rows = [jnp.asarray(x) for x in (it.log_ratio, it.valid, it.reward)]
+  found = certificate.monitor(*rows, samples=4)
+  up, down = (make(*rows, samples=4) for make in IS)
+  named = ('estimate', 'lower', 'log_evalue')
+  np.testing.assert_allclose([found[f'certificate/{n}'] for n in named], values(up), rtol=1e-5)
+  got = [found['certificate/harm'], found['certificate/harm_log_evalue']]
+  np.testing.assert_allclose(got, values(down)[1:], rtol=1e-5)
+  w = np.exp((it.log_ratio * it.valid).sum(-1))
+  want = np.corrcoef(it.reward, w)[0, 1]
+  assert float(found['certificate/correlation']) == pytest.approx(want, abs=1e-4)
+  x = (it.reward * (w - 1)).reshape(-1, 4).mean(-1)
+  assert float(found['certificate/square']) == pytest.approx((x**2).mean(), rel=1e-4)
+  flat = certificate.monitor(0 * rows[0], *rows[1:], samples=4)
+  assert float(flat['certificate/correlation']) == 0
+  outside = certificate.monitor(*rows[:2], 2 * rows[2], samples=4)
+  assert all(math.isnan(v) for v in outside.values())
+
+
+@pytest.mark.parametrize(
+  'change, word',
+  [
+    (dict(reward=jnp.array([0.5, 1.2])), r'reward=1.2.* lies outside \[0.0, 1.0\]'),
+    (dict(reward=jnp.array([0.5, -0.5])), 'reward=-0.5 lies outside'),
+    (dict(reward=jnp.array([0.0, 1.0]), low=1.0), 'must be finite with low < high'),
+    (dict(samples=3), 'samples=3 does not divide the 2 rows'),
+    (dict(samples=0), 'samples=0'),
+    (dict(alpha=0.0), 'alpha=0.0'),
+  ],
+)
+@pytest.mark.parametrize('make', [*IS, certificate.retrospective])
+def test_bad_input(make, change, word):
+  good = dict(
+    log_ratio=jnp.zeros((2, 3)), valid=jnp.ones((2, 3), bool), reward=jnp.array([0.0, 1.0])
+  )
+  with pytest.raises(InputError, match=word):
+    make(**(good | change))
