@@ -1,6 +1,7 @@
 """Metrics of a step against NumPy, and what they do with nothing, NaN and inf."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from trm_jax.method import Scored
 from trm_jax.types import Divergences
 
 B, T = 12, 6
+summarise = functools.partial(metrics.summarise, samples=4, fresh=8)
 
 
 def case(seed=0):
@@ -45,10 +47,10 @@ def case(seed=0):
 
 def test_against_numpy():
   scored, keep, a = case()
-  got = metrics.summarise(scored, keep, jnp.zeros((B, T), bool))
+  got = summarise(scored, keep, jnp.zeros((B, T), bool))
   token, odd = a['valid'], np.arange(B) % 2 == 1
   log_w = np.where(token, a['log_ratio'], 0).sum(-1)[a['keep']]
-  w = np.exp(log_w)
+  w, total = np.exp(log_w), np.where(token, a['log_ratio'], 0).sum(-1)
   want = {
     'reward': a['reward'].mean(),
     'reward/kept': a['reward'][a['keep']].mean(),
@@ -67,6 +69,11 @@ def test_against_numpy():
     'ratio/max': np.exp(a['log_ratio'][token & a['keep'][:, None]].max()),
     'ess': w.sum() ** 2 / (len(w) * (w**2).sum()),
     'length': a['lengths'].mean(),
+    # The first 8 rows only, and the prompt as the unit.
+    'certificate/estimate': (a['reward'] * (np.exp(total) - 1))[:8].mean(),
+    'certificate/square': (
+      (a['reward'] * (np.exp(total) - 1))[:8].reshape(2, 4).mean(-1) ** 2
+    ).mean(),
   }
   for name, value in want.items():
     np.testing.assert_allclose(got[name], value, rtol=2e-5, err_msg=name)
@@ -82,14 +89,24 @@ def test_acceptance_by_length_quartile_by_hand():
 def test_nothing_to_average_is_nan_and_violations_are_counted():
   scored, _, _ = case()
   none = jnp.zeros(B, bool)
-  got = metrics.summarise(scored, none, jnp.zeros((B, T), bool))
+  got = summarise(scored, none, jnp.zeros((B, T), bool))
   assert np.isnan(got['reward/kept']) and np.isnan(got['ess'])
   assert got['acceptance'] == 0 and got['ratio/max'] == 0
   d = scored.divergences
   d = dataclasses.replace(d, kl=d.kl.at[0, 0].set(jnp.inf).at[3, 0].set(jnp.nan))
   missing = jnp.zeros((B, T), bool).at[3, 0].set(True).at[2, T - 1].set(True)
   scored = dataclasses.replace(scored, divergences=d, valid=scored.valid.at[2, T - 1].set(False))
-  got = metrics.summarise(scored, ~none, missing)
+  got = summarise(scored, ~none, missing)
   assert got['nonfinite_rows'] == 2
   assert got['missing_tokens'] == 1  # the one in padding does not count
   assert np.isfinite(got['kl/mean']) and np.isfinite(got['kl/max'])
+
+
+def test_a_missing_log_prob_counts_as_no_weight():
+  scored, keep, a = case()
+  row = int(np.flatnonzero(a['reward'][:8])[0])
+  missing = jnp.zeros((B, T), bool).at[row, 0].set(True)
+  plain, got = (summarise(scored, keep, m) for m in (0 * missing > 0, missing))
+  w = np.exp(np.where(a['valid'], a['log_ratio'], 0).sum(-1))[row]
+  difference = got['certificate/estimate'] - plain['certificate/estimate']
+  np.testing.assert_allclose(difference, -w / 8, rtol=1e-4)

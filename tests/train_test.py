@@ -28,6 +28,7 @@ CONFIG = train.Config(
   save_every=2,
   epochs=2,
   minibatches=2,
+  retrospective=True,
   policy=TINY,
   warm_start=train.WarmStart(steps=3, batch=8),
   fleet=fleet.Fleet(broken=fleet.Engine(staleness=staleness.Staleness(steps=2)), broken_samples=2),
@@ -125,6 +126,10 @@ def test_rows_of_a_run(whole):
   assert len({row['limit'] for row in metrics[1:]}) > 3  # the limit follows
   assert metrics[5]['kl/engine1'] > metrics[5]['kl/engine0'] > 0
   assert all(row['nonfinite_rows'] == 0 for row in metrics[1:])
+  # Before the first step there is nothing to look back at: the weights are the same.
+  back = [row['retrospective/estimate'] for row in metrics[1:]]
+  assert abs(back[0]) < 1e-4 < min(map(abs, back[1:])) and max(map(abs, back)) < 10
+  assert all(row['certificate/lower'] <= row['certificate/estimate'] for row in metrics[1:])
 
 
 @pytest.mark.parametrize('step, number', [(1, signal.SIGTERM), (4, signal.SIGINT), (5, 15)])

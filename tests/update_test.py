@@ -269,8 +269,8 @@ def test_padding_content_changes_no_bit(value):
   )
   (loss, grads, report), (loss2, grads2, report2) = (gradients(batch(x), s) for x in (r, spoiled))
   assert loss == loss2 and bits(grads) == bits(grads2)
-  one = update.summarise(jax.tree.map(lambda x: x[None], report))[0]
-  two = update.summarise(jax.tree.map(lambda x: x[None], report2))[0]
+  one = update.summarise(jax.tree.map(lambda x: x[None], report), s)[0]
+  two = update.summarise(jax.tree.map(lambda x: x[None], report2), s)[0]
   assert bits(one) == bits(two)
 
 
@@ -289,7 +289,7 @@ def test_rejected_rows_may_hold_anything(value):
   np.testing.assert_array_equal(got[2].keep, plain[2].keep)
   assert got[0] == plain[0] and bits(got[1]) == bits(plain[1])
   # What speaks of kept rows is untouched; the divergences of the spoiled rows are counted instead.
-  one, two = (update.summarise(jax.tree.map(lambda x: x[None], x[2]))[0] for x in (plain, got))
+  one, two = (update.summarise(jax.tree.map(lambda x: x[None], x[2]), s)[0] for x in (plain, got))
   for name in ('loss', 'grad_norm', 'acceptance', 'ess', 'ratio/max', 'reward/kept', 'entropy'):
     if name != 'entropy':
       assert np.asarray(one[name]).tobytes() == np.asarray(two[name]).tobytes(), name
@@ -364,6 +364,12 @@ def test_minibatches_and_epochs_are_successive_steps():
     )
   )(state(optimizer), b)
   assert reports.loss.shape == (4,)
+  # The rows of the second epoch were trained on: the certificate is of the first.
+  first = jax.tree.map(lambda x: x[:2], reports)
+  name = 'certificate/estimate'
+  found, alone = update.summarise(reports, s)[0], update.summarise(first, settings(TRM))[0]
+  np.testing.assert_allclose(found[name], alone[name], rtol=1e-6)
+  assert abs(found[name] - update.summarise(reports, settings(TRM))[0][name]) > 1e-6
   step = jax.jit(lambda *given: update.apply_gradient(*given, optimizer))
   want, minis = state(optimizer), update.split(b, 2, G)
   for index in range(4):

@@ -235,27 +235,31 @@ def monitor(
   *,
   samples: int,
   alpha: Real = 0.05,
+  backwards: bool = False,
 ) -> dict[str, Float[Array, '']]:
-  """Scalars to log each step: estimate, bound and e-values of `improvement` and `harm`.
+  """Scalars to log each step: estimate, bounds and e-values of `improvement` and `harm`.
 
-  For R in [0, 1]; NaN for a batch with a reward outside. `correlation` is that of R and W: a
-  certificate fires where it exceeds about z / sqrt(rows), whatever the size of the step. `square`
-  is the mean of x^2 over prompts, which `confidence.cumulative` needs beside the estimate.
+  With `backwards` those of `retrospective` and of its opposite, from log_ratio = old - new. For R
+  in [0, 1]; NaN for a batch with a reward outside. `correlation` is that of R and W: a certificate
+  fires where it exceeds about z / sqrt(rows), whatever the size of the step. `square` is the mean
+  of x^2 over prompts, which `confidence.cumulative` needs beside the estimate.
   """
   outside = ((reward < 0) | (reward > 1)).any()
   r = jnp.clip(reward, 0, 1)
-  up = improvement(log_ratio, valid, r, samples=samples, alpha=alpha)
-  down = harm(log_ratio, valid, r, samples=samples, alpha=alpha)
+  up, down = (harm, improvement) if backwards else (improvement, harm)
+  up, down = (make(log_ratio, valid, r, samples=samples, alpha=alpha) for make in (up, down))
   excess = jnp.expm1(log_weight(log_ratio, valid))
+  x = by_prompt((1 - r if backwards else r) * excess, samples)
   spread = r.std() * excess.std()
   covariance = ((r - r.mean()) * (excess - excess.mean())).mean()
   found = {
-    'certificate/estimate': up.estimate,
-    'certificate/square': (by_prompt(r * excess, samples) ** 2).mean(),
-    'certificate/lower': up.lower,
-    'certificate/log_evalue': up.log_evalue,
-    'certificate/harm': down.lower,
-    'certificate/harm_log_evalue': down.log_evalue,
-    'certificate/correlation': jnp.where(spread > 0, covariance / spread, 0),
+    'estimate': up.estimate,
+    'square': (x**2).mean(),
+    'lower': up.lower,
+    'log_evalue': up.log_evalue,
+    'harm': down.lower,
+    'harm_log_evalue': down.log_evalue,
+    'correlation': jnp.where(spread > 0, covariance / spread, 0),
   }
-  return {name: jnp.where(outside, jnp.nan, value) for name, value in found.items()}
+  folder = 'retrospective' if backwards else 'certificate'
+  return {f'{folder}/{name}': jnp.where(outside, jnp.nan, x) for name, x in found.items()}

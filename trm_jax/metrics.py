@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax import importance
+from trm_jax import certificate, importance
 from trm_jax.method import Scored
 from trm_jax.types import Rollout
 
@@ -34,9 +34,13 @@ def by_length_quartile(
 
 
 def summarise(
-  scored: Scored, keep: Bool[Array, 'B'], missing: Bool[Array, 'B T']
+  scored: Scored, keep: Bool[Array, 'B'], missing: Bool[Array, 'B T'], *, samples: int, fresh: int
 ) -> dict[str, Float[Array, '']]:
-  """Scalars of one step from replicated arrays; float32, no gradient."""
+  """Scalars of one step from replicated arrays; float32, no gradient.
+
+  The first `fresh` rows, of the first epoch, were not yet trained on when they were scored: the
+  certificate is theirs (prequential), of the policy before each update against the rollout.
+  """
   d, valid = scored.divergences, scored.valid
   lengths = valid.sum(-1)
   finite = jnp.isfinite(d.kl) & jnp.isfinite(d.log_ratio)
@@ -69,6 +73,12 @@ def summarise(
       f'{name}/max': jnp.where(token, x, 0).max(),
     }
   found |= by_length_quartile(keep, lengths)
+  found |= certificate.monitor(
+    jnp.where(missing, jnp.nan, d.log_ratio)[:fresh],
+    valid[:fresh],
+    scored.reward[:fresh],
+    samples=samples,
+  )
   return jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype(jnp.float32), found)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from trm_jax import attention, policy, sampling, sharding, tasks, update
+from trm_jax import attention, certificate, policy, sampling, sharding, tasks, update
 from trm_jax import method as mt
 from trm_jax.mismatch import fleet as fl
 from trm_jax.mismatch import staleness
@@ -109,6 +109,9 @@ class Config:
   seed: int = 0
   # Evaluate the trainer's policy (no mismatch) every so many steps, and at both ends.
   eval_every: int = 20
+  # Judge each step by the next rollout (metrics retrospective/*): J(engines now) against J(policy
+  # before the last step). One more scoring pass a step, and memory for the last weights.
+  retrospective: bool = False
   # Held-out prompts of an evaluation.
   eval_prompts: int = 512
   # Checkpoint every so many steps, and at the end.
@@ -240,7 +243,7 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
       key=key,
       limit=limits[method],
       first=jax.tree.map(jnp.copy, params) if keep_first else None,
-      history=staleness.start_history(params, config.fleet.history),
+      history=staleness.start_history(params, max(config.fleet.history, config.retrospective)),
     )
 
   def roll_out(state: TrainState, arm: Arm, prompts, starts, key) -> Rollout:
@@ -302,8 +305,12 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
     state, reports = update.update(
       state, batch, update_key, arm, optimizer=optimizer, settings=settings
     )
-    scalars, bad = update.summarise(reports)
+    scalars, bad = update.summarise(reports, settings)
     scalars['limit'] = jnp.where(follows[arm.method], state.limit, limits[arm.method])
+    if config.retrospective:
+      old = logp(jax.tree.map(lambda h: h[0], state.history), rollout)
+      rows = sharding.reshard((old - rollout.logp, rollout.valid, rollout.reward))
+      scalars |= certificate.monitor(*rows, samples=config.samples, backwards=True)
     state = update.follow_limit(state, reports, arm, settings)
     state = dataclasses.replace(state, step=state.step + 1, history=history)
     return state, scalars, {'finite': reports.finite.all(), 'bad_rows': bad}

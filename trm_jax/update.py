@@ -380,13 +380,16 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
   return dataclasses.replace(state, limit=limit)
 
 
-def summarise(reports: Report) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
+def summarise(
+  reports: Report, settings: Settings
+) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
   """(scalars of the step, rows whose policy log-probs are not finite) from stacked reports."""
   flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
   scored, keep, missing = (
     jax.tree.map(flat, t) for t in (reports.scored, reports.keep, reports.missing)
   )
-  scalars = metrics.summarise(scored, keep, missing)
+  fresh = keep.size // settings.epochs
+  scalars = metrics.summarise(scored, keep, missing, samples=settings.samples, fresh=fresh)
   scalars |= {
     'loss': reports.loss.mean(),
     'grad_norm': reports.grad_norm.mean(),

@@ -1,0 +1,337 @@
+"""Certificates by way of the surrogate: worked figures, exact inequalities on whole populations."""
+
+import functools
+import math
+
+import certificate_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trm_jax import bounds, certificate, confidence, sharp_bounds
+from trm_jax import surrogate_certificate as sc
+from trm_jax.types import InputError
+
+T = 4
+LIMITS = (
+  sc.Limits(max_kl=0.1),
+  sc.Limits(max_tv=0.3),
+  sc.Limits(max_kl=0.3, max_tv=0.25, max_chi2=0.5, budget=0.4, band=0.3),
+  sc.Limits(budget=0.8),
+  sc.Limits(budget=2.0, band=0.5),
+  sc.Limits(max_kl=1e-9),
+  sc.Limits(),
+)
+
+
+def example(**limits):
+  """Three responses of at most 3 tokens; the second leaves at its second context."""
+  ratio = jnp.array([[1.1, 0.9, 1.0], [1.2, 0.5, 1.1], [1.0, 1.3, 1.0]])
+  patched = sc.patch(
+    jnp.log(ratio),
+    jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool),
+    kl=jnp.array([[0.01, 0.02, 0.001], [0.03, 0.2, 0.001], [0, 0.01, 9]]),
+    tv=jnp.array([[0.05, 0.06, 0.01], [0.08, 0.2, 0.01], [0, 0.05, 9]]),
+    chi2=jnp.array([[0.02, 0.04, 0.002], [0.06, 0.5, 0.002], [0, 0.02, 9]]),
+    limits=sc.Limits(**limits),
+  )
+  return patched, jnp.array([1.0, 0.0, 1.0])
+
+
+def test_worked_example():
+  patched, reward = example(max_kl=0.05)
+  np.testing.assert_array_equal(patched.kept, [True, False, True])
+  np.testing.assert_allclose(patched.weight, [0.99, 1.2, 1.3], rtol=1e-6)
+  np.testing.assert_allclose(patched.second, [4.002e-4, 0, 0], rtol=1e-4)
+  np.testing.assert_allclose(patched.limits.future_tv(3), [0.223607, 0.158114, 0], atol=1e-6)
+  found = sc.error_bounds(patched, reward)
+  assert float(found['b_star']) == pytest.approx(0.030974, abs=1e-6)
+  assert float(found['l2']) == pytest.approx(0.005775, abs=1e-6)
+  made = sc.first_order(patched, reward, sc.tv_penalty(patched))
+  assert float(made.terms['surrogate']) == pytest.approx(0.1, abs=1e-6)
+  assert float(made.terms['rejected']) == 0
+  assert float(made.estimate) == pytest.approx(0.1 - 0.030974, abs=1e-6)
+  # The row that leaves costs its reward, and no limit means no patch.
+  made = sc.first_order(patched, jnp.ones(3), sc.tv_penalty(patched))
+  assert float(made.terms['rejected']) == pytest.approx(-1 / 3)
+  np.testing.assert_allclose(example()[0].first, [0, -0.2, 0.3], atol=1e-6)
+  np.testing.assert_allclose(example()[0].weight, [0.99, 0.66, 1.3], rtol=1e-6)
+
+
+def test_goodness_by_hand():
+  good = lambda **limits: np.asarray(example(**limits)[0].good).astype(int).tolist()
+  assert good(max_tv=0.06) == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+  assert good(max_chi2=0.05) == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+  assert good(budget=0.061) == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
+  # The token's own ratio is not yet known at its context: the second row leaves one step later.
+  assert good(band=0.15) == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+
+
+def test_epsilon_and_future_by_hand():
+  limits = sc.Limits(max_kl=0.08, max_tv=0.15)
+  np.testing.assert_allclose(limits.future_tv(5), [0.4, 0.346410, 0.282843, 0.15, 0], atol=1e-6)
+  assert sc.Limits(max_kl=0.08).epsilon == pytest.approx(0.2)
+  assert sc.Limits(max_chi2=0.09).epsilon == pytest.approx(0.15)
+  assert sc.Limits(budget=0.09).epsilon == pytest.approx(0.15)
+  assert sc.Limits().epsilon == 1
+  whole = math.sqrt(math.expm1(0.09)) / 2
+  np.testing.assert_allclose(
+    sc.Limits(budget=0.09).future_tv(4), [whole] * 2 + [0.15, 0], rtol=1e-6
+  )
+
+
+def population(seed, *, spread, limits):
+  it = oracle.draw(seed, T=T, spread=spread)
+  arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
+  return it, sc.patch(**arrays, limits=limits), jnp.asarray(it.reward)
+
+
+@functools.partial(jax.jit, static_argnames='limits')
+def exact(log_ratio, valid, kl, tv, chi2, reward, limits):
+  """Everything that is a mean over rows, and so an expectation on a population."""
+  p = sc.patch(log_ratio, valid, kl=kl, tv=tv, chi2=chi2, limits=limits)
+  penalties = dict(tv=sc.tv_penalty(p))
+  if limits.budget < math.inf:
+    penalties['l2'] = sc.l2_penalty(p)
+    penalties['l2_scaled'] = sc.l2_penalty(p, scale=0.3)
+  found = {}
+  for name, penalty in penalties.items():
+    made = sc.first_order(p, reward, penalty, drop=0.5)
+    found[f'first_order/{name}'] = made.estimate
+    mean = sum(
+      sc._surrogate(
+        p,
+        reward,
+        penalty,
+        p.kept | True,
+        p.missing,
+        samples=1,
+        alpha=0.1,
+        low=0.0,
+        high=1.0,
+        drop=0.5,
+      ).terms.values()
+    )
+    found[f'prefix/{name}'] = mean - jnp.where(p.kept, 0, p.weight).mean()
+    found[f'most/{name}'] = penalty.most - penalty.rows.max()
+  found['centred'] = ((reward - 0.5) * (p.weight - 1)).mean() - jnp.where(
+    p.kept, 0, p.weight
+  ).mean()
+  # Delta of any sub-mask, here the kept rows, the rows with S >= 0, and all.
+  second = p.weight - 1 - p.first
+  deltas = {
+    'kept': (jnp.where(p.kept, reward, 0) * second).mean(),
+    'sub': (jnp.where(p.kept & (p.first >= 0), reward, 0) * second).mean(),
+    'prefix': (reward * second).mean(),
+    'worst': jnp.maximum(second, 0).mean(),
+  }
+  moments = dict(
+    weight=p.weight.mean(),
+    square=(p.weight**2).mean(),
+    second=(second**2).mean(),
+    q=p.second.mean(),
+    left=jnp.where(p.kept, 0, p.weight).mean(),
+    r=1 - p.kept.mean(),
+  )
+  return found, deltas, moments, sc.error_bounds(p, reward)
+
+
+@pytest.mark.parametrize('limits', LIMITS, ids=str)
+def test_every_inequality_holds_exactly(limits):
+  tight = []
+  with jax.enable_x64(True):
+    for seed in range(60):
+      it = oracle.draw(seed, T=T, spread=0.05 + 0.02 * seed)
+      arrays = (it.log_ratio, it.valid, it.kl, it.tv, it.chi2, it.reward)
+      found, deltas, moments, limit = jax.device_get(exact(*map(jnp.asarray, arrays), limits))
+      for name, value in found.items():
+        if name.startswith('most/'):
+          assert value >= -1e-12, name
+        else:
+          assert value <= it.gain + 1e-12, (name, seed)
+      # Bounds with the reward's own deviation are for that reward, the others for the worst too.
+      for name, value in limit.items():
+        assert value >= max(map(abs, deltas.values())) - 1e-12, (name, seed)
+      assert moments['weight'] == pytest.approx(1, abs=1e-12)
+      assert moments['q'] == pytest.approx(moments['second'], abs=1e-12)
+      assert moments['square'] <= math.exp(min(limits.budget, 600)) + 1e-12
+      if limits.budget < math.inf:
+        x = limits.budget
+        assert moments['second'] <= math.expm1(x) - x + 1e-12
+        assert moments['left'] <= moments['r'] + math.sqrt(moments['r'] * math.expm1(x)) + 1e-12
+      worst = abs(deltas['worst'])
+      tight.append(min(limit.values()) / worst if worst > 1e-9 else math.inf)
+  if max(map(float, tight)) < math.inf:
+    assert min(tight) < 4  # bounds that were merely huge would pass all of the above
+
+
+def test_l2_with_the_rewards_own_deviation():
+  it, p, reward = population(5, spread=0.4, limits=sc.Limits(budget=1.0))
+  found = sc.error_bounds(p, reward, samples=4)
+  kept = np.where(p.kept, it.reward, 0).reshape(-1, 4)
+  sd = min(0.5, math.sqrt(kept.var(-1, ddof=1).mean()))
+  assert float(found['l2']) == pytest.approx(sd * math.sqrt(float(p.second.mean())), rel=1e-5)
+  np.testing.assert_allclose(found['l2_budget'], sharp_bounds.budget_l2(1.0), rtol=1e-6)
+
+
+def test_bounds_of_identical_policies_are_zero_and_units_scale():
+  it, _, reward = population(1, spread=0.3, limits=sc.Limits())
+  zero = jnp.zeros_like(jnp.asarray(it.kl))
+  p = sc.patch(
+    zero, jnp.asarray(it.valid), kl=zero, tv=zero, chi2=zero, limits=sc.Limits(max_kl=1.0)
+  )
+  assert all(float(x) == 0 for x in sc.error_bounds(p, reward).values())
+  _, p, reward = population(1, spread=0.3, limits=sc.Limits(max_kl=0.2, budget=1.0, band=1.0))
+  one = sc.error_bounds(p, reward)
+  other = sc.error_bounds(p, 4 * reward - 1, low=-1.0, high=3.0)
+  for name in one:
+    np.testing.assert_allclose(other[name], 4 * one[name], rtol=1e-5)
+  penalty = sc.l2_penalty(p)
+  for make in (sc.first_order, sc.prefix):
+    one, other = make(p, reward, penalty), make(p, 4 * reward - 1, penalty, low=-1.0, high=3.0)
+    np.testing.assert_allclose(other.lower, 4 * one.lower, rtol=1e-4)
+    np.testing.assert_allclose(sum(other.terms.values()), other.estimate, atol=1e-5)
+  one, other = sc.centred(p, reward), sc.centred(p, 4 * reward - 1, low=-1.0, high=3.0)
+  np.testing.assert_allclose(other.lower, 4 * one.lower, rtol=1e-4)
+
+
+def test_penalties_by_hand():
+  patched, _ = example(max_kl=0.05, budget=0.2, band=0.5)
+  w = patched.limits.future_tv(3)
+  found = sc.tv_penalty(patched)
+  want = [2 * (0.05 * w[0] + 0.06 * w[1]), 2 * 0.08 * w[0], 2 * 0.05 * w[1]]
+  np.testing.assert_allclose(found.rows, want, rtol=1e-5)
+  assert float(found.most) == pytest.approx(float(2 * patched.limits.epsilon * w.sum()), rel=1e-5)
+  scaled = sc.l2_penalty(patched, scale=0.4)
+  np.testing.assert_allclose(scaled.rows, patched.second / 0.8 + 0.05, rtol=1e-6)
+  assert float(scaled.most) == pytest.approx(0.25 * 0.2 / 0.8 + 0.05)
+  # The default scale turns the largest possible mean of Q into the closed bound.
+  whole = float(sharp_bounds.budget_l2(0.2))
+  free = sc.l2_penalty(patched)
+  q = math.expm1(0.2) - 0.2
+  np.testing.assert_allclose(free.rows, patched.second / (8 * whole) + whole / 2, rtol=1e-5)
+  assert q / (8 * whole) + whole / 2 == pytest.approx(whole, rel=1e-5)
+  closed = sc.l2_penalty(example(budget=0.2)[0])
+  np.testing.assert_allclose(closed.rows, [whole] * 3, rtol=1e-6)
+
+
+def rows(count, drift, kl=1e-4):
+  """Many rows of two tokens on which the policy moves towards the reward."""
+  rng = np.random.default_rng(0)
+  step = np.where(rng.random((count, 2)) < 0.5, drift, -drift)
+  valid = jnp.ones((count, 2), bool)
+  level = jnp.full((count, 2), kl)
+  patched = sc.patch(
+    jnp.asarray(step, jnp.float32),
+    valid,
+    kl=level,
+    tv=jnp.sqrt(level / 2),
+    chi2=2 * level,
+    limits=sc.Limits(max_kl=2 * kl, budget=8 * kl, band=1.0),
+  )
+  return patched, jnp.asarray(step.sum(-1) > 0, jnp.float32)
+
+
+def test_verdicts():
+  patched, reward = rows(20_000, 0.1)
+  for make in (
+    sc.first_order(patched, reward, sc.tv_penalty(patched)),
+    sc.first_order(patched, reward, sc.l2_penalty(patched)),
+    sc.prefix(patched, reward, sc.l2_penalty(patched)),
+    sc.centred(patched, reward),
+  ):
+    assert make.verdict.startswith('certified: J(policy) > J(rollout) by at least'), make
+    assert float(make.alpha) == pytest.approx(0.05) and make.guarantee == 'finite-sample'
+  hope = sc.plug_in(patched, reward)
+  assert hope.lower > 0 and hope.guarantee == 'asymptotic'
+  assert hope.verdict.startswith('not certified')
+  patched, reward = rows(20_000, 0.1, kl=0.05)  # the penalty is above anything S can show
+  made = sc.first_order(patched, reward, sc.tv_penalty(patched))
+  assert made.verdict.startswith('vacuous')
+  better = certificate.improvement(
+    jnp.log1p(patched.excess), jnp.ones_like(patched.good), reward, samples=4
+  )
+  assert better.verdict.startswith('certified')
+
+
+def test_halves_of_alpha():
+  patched, reward = rows(500, 0.1)
+  r = -confidence.betting(0 * reward, alpha=0.025)
+  want = r + jnp.sqrt(r * math.expm1(8e-4))
+  found = sc.centred(patched, reward, baseline=0.3)
+  assert float(found.terms['less']) == pytest.approx(-float(want), rel=1e-4)
+  v = 0.49 * math.expm1(8e-4)
+  x = (reward - 0.3) * (patched.weight - 1)
+  low = confidence.catoni(x, alpha=0.025, variance=v) - want
+  assert float(found.lower) == pytest.approx(float(low), abs=1e-5)
+
+
+@pytest.mark.parametrize('name', ['log_ratio', 'kl', 'tv', 'chi2'])
+def test_rows_that_cannot_be_judged(name):
+  it = oracle.draw(4, T=T, spread=0.2)
+  arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
+  limits = sc.Limits(max_kl=1.0, budget=2.0, band=2.0)
+  clean = sc.patch(**arrays, limits=limits)
+  arrays[name] = arrays[name].at[7, 0].set(jnp.nan)
+  p, reward = sc.patch(**arrays, limits=limits), jnp.asarray(it.reward)
+  assert np.flatnonzero(p.missing).tolist() == [7]
+  for make in (sc.first_order, sc.prefix):
+    penalty = sc.tv_penalty(p)
+    found, plain = make(p, reward, penalty), make(clean, reward, sc.tv_penalty(clean))
+    assert np.isfinite(found.lower) and found.lower < plain.lower
+    floor = -1 - float(penalty.most)
+    assert float(found.terms['missing']) == pytest.approx(floor / reward.size, rel=1e-5)
+  found = sc.centred(p, reward)
+  assert float(found.lower) == -math.inf and not found.possible
+  assert np.isfinite(sc.centred(clean, reward).lower)
+  # Behind the end of a response anything may stand.
+  arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
+  for content in (jnp.nan, jnp.inf):
+    arrays[name] = jnp.where(arrays['valid'], arrays[name], content)
+    dirty = sc.patch(**arrays, limits=limits)
+    for a, b in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  'call, word',
+  [
+    (lambda p, r: sc.Limits(max_kl=0.0), 'max_kl=0.0 must be > 0'),
+    (lambda p, r: sc.Limits(budget=math.nan), 'budget=nan must be > 0'),
+    (lambda p, r: sc.l2_penalty(p), 'finite budget'),
+    (lambda p, r: sc.prefix(p, r, sc.tv_penalty(p)), 'finite budget'),
+    (lambda p, r: sc.centred(p, r), 'finite budget'),
+    (lambda p, r: sc.centred(p, r, baseline=1.5), 'baseline=1.5'),
+    (lambda p, r: sc.l2_penalty(example(budget=1.0, band=1.0)[0], scale=0.0), 'scale=0.0'),
+    (lambda p, r: sc.first_order(p, r, sc.tv_penalty(p), samples=2), 'samples=2 does not divide'),
+    (lambda p, r: sc.plug_in(p, 2 * r), r'reward=2.0 lies outside'),
+    (lambda p, r: sc.error_bounds(p, r - 1), r'reward=-1.0 lies outside'),
+    (lambda p, r: sc.first_order(p, r, sc.tv_penalty(p), alpha=1.0), 'alpha=1.0'),
+    (
+      lambda p, r: sc.patch(p.excess, p.good, kl=p.kl, tv=p.tv, limits=sc.Limits(max_chi2=1.0)),
+      'chi2 is not given',
+    ),
+  ],
+)
+def test_bad_input(call, word):
+  with pytest.raises(InputError, match=word):
+    call(*example(max_kl=0.05))
+
+
+def test_the_paper_is_the_special_case():
+  """With limits that nothing violates the bound is half of B* at them, and nothing is rejected."""
+  it, p, reward = population(3, spread=0.05, limits=sc.Limits(max_kl=0.2, max_tv=0.25))
+  assert bool(p.kept.all())
+  d_bar, seq_kl = p.tv.mean(0), p.kl.sum(-1).mean()
+  want = bounds.b_star(
+    T=T,
+    epsilon=0.25,
+    delta=0.2,
+    d_bar=d_bar,
+    seq_kl=seq_kl,
+    seq_tv=bounds.sequence_tv(d_bar=d_bar, seq_kl=seq_kl),
+  )
+  np.testing.assert_allclose(sc.error_bounds(p, reward)['b_star'], want / 2, rtol=1e-6)
+  made = sc.first_order(p, reward, sc.tv_penalty(p))
+  assert float(made.terms['rejected']) == 0 and made.estimate <= it.gain
