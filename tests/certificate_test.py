@@ -202,6 +202,12 @@ def test_monitor():
   assert float(found['certificate/correlation']) == pytest.approx(want, abs=1e-4)
   x = (it.reward * (w - 1)).reshape(-1, 4).mean(-1)
   assert float(found['certificate/square']) == pytest.approx((x**2).mean(), rel=1e-4)
+  back = certificate.monitor(*rows, samples=4, backwards=True)
+  want = certificate.retrospective(*rows, samples=4), certificate.improvement(*rows, samples=4)
+  got = [back[f'retrospective/{n}'] for n in ('estimate', 'lower', 'harm')]
+  np.testing.assert_allclose(got, [*values(want[0])[:2], want[1].lower], rtol=1e-5)
+  x = ((1 - it.reward) * (w - 1)).reshape(-1, 4).mean(-1)
+  assert float(back['retrospective/square']) == pytest.approx((x**2).mean(), rel=1e-4)
   flat = certificate.monitor(0 * rows[0], *rows[1:], samples=4)
   assert float(flat['certificate/correlation']) == 0
   outside = certificate.monitor(*rows[:2], 2 * rows[2], samples=4)

@@ -1,5 +1,6 @@
 """Certificates by way of the surrogate: worked figures, exact inequalities on whole populations."""
 
+import dataclasses
 import functools
 import math
 
@@ -55,6 +56,12 @@ def test_worked_example():
   # The row that leaves costs its reward, and no limit means no patch.
   made = sc.first_order(patched, jnp.ones(3), sc.tv_penalty(patched))
   assert float(made.terms['rejected']) == pytest.approx(-1 / 3)
+  made = sc.first_order(
+    patched, reward, sc.tv_penalty(patched), keep=jnp.array([True, True, False])
+  )
+  assert float(made.terms['surrogate']) == 0 and float(made.terms['rejected']) == pytest.approx(
+    -1 / 3
+  )
   np.testing.assert_allclose(example()[0].first, [0, -0.2, 0.3], atol=1e-6)
   np.testing.assert_allclose(example()[0].weight, [0.99, 0.66, 1.3], rtol=1e-6)
 
@@ -75,6 +82,9 @@ def test_epsilon_and_future_by_hand():
   assert sc.Limits(max_chi2=0.09).epsilon == pytest.approx(0.15)
   assert sc.Limits(budget=0.09).epsilon == pytest.approx(0.15)
   assert sc.Limits().epsilon == 1
+  # KL(policy || rollout) <= log(1 + chi2), summed over what comes after.
+  reverse = math.sqrt(3 * math.log(1.09) / 2)
+  np.testing.assert_allclose(sc.Limits(max_chi2=0.09).future_tv(4)[0], reverse, rtol=1e-5)
   whole = math.sqrt(math.expm1(0.09)) / 2
   np.testing.assert_allclose(
     sc.Limits(budget=0.09).future_tv(4), [whole] * 2 + [0.15, 0], rtol=1e-6
@@ -99,6 +109,9 @@ def exact(log_ratio, valid, kl, tv, chi2, reward, limits):
   for name, penalty in penalties.items():
     made = sc.first_order(p, reward, penalty, drop=0.5)
     found[f'first_order/{name}'] = made.estimate
+    found[f'sub-mask/{name}'] = sc.first_order(
+      p, reward, penalty, keep=log_ratio[:, 0] > 0
+    ).estimate
     mean = sum(
       sc._surrogate(
         p,
@@ -243,6 +256,9 @@ def test_verdicts():
   ):
     assert make.verdict.startswith('certified: J(policy) > J(rollout) by at least'), make
     assert float(make.alpha) == pytest.approx(0.05) and make.guarantee == 'finite-sample'
+  lost = dataclasses.replace(patched, missing=patched.missing.at[0].set(True))
+  assert sc.first_order(lost, reward, sc.tv_penalty(lost)).verdict.startswith('certified')
+  assert sc.centred(lost, reward).verdict.startswith('vacuous')
   hope = sc.plug_in(patched, reward)
   assert hope.lower > 0 and hope.guarantee == 'asymptotic'
   assert hope.verdict.startswith('not certified')

@@ -214,15 +214,18 @@ def first_order(
   low: float = 0.0,
   high: float = 1.0,
   drop: float = 1.0,
+  keep: Bool[Array, 'B'] | None = None,
 ) -> Certificate:
   """J(policy) - J(rollout) >= E_roll[M R S - (1 - M) R - penalty], M = kept rows with S >= -drop.
 
-  The masked surrogate L'_M minus what rejection and the second order may cost. `drop` bounds the
-  variable from below; a row beyond it is rejected, which is legal for any mask. R, samples, alpha
-  and errors as in `certificate.improvement`.
+  The masked surrogate L'_M minus what rejection and the second order may cost. Any further mask is
+  legal: `drop`, which bounds the variable from below, and `keep`, be it a mean, sampled or random
+  criterion (on its own statistics of each row). R, samples, alpha and errors as in
+  `certificate.improvement`.
   """
+  kept = patched.kept if keep is None else patched.kept & keep
   settings = dict(samples=samples, alpha=alpha, low=low, high=high, drop=drop)
-  return _surrogate(patched, reward, penalty, patched.kept, patched.missing, **settings)
+  return _surrogate(patched, reward, penalty, kept, patched.missing, **settings)
 
 
 def _both_halves(found: Certificate) -> Certificate:

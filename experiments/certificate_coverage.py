@@ -1,0 +1,542 @@
+"""How often is each improvement certificate wrong, and how often does it say anything?
+
+Pairs of policies small enough to enumerate, so that J(policy) - J(rollout) is known exactly. From
+batches of their rollouts every certificate is computed and compared with the truth.
+
+Claim under test: the finite-sample certificates hold with probability 1 - alpha in every scenario,
+rare disasters included; the asymptotic ones do not; importance sampling fires wherever any
+certificate by way of the surrogate does.
+Falsified if: a finite-sample coverage falls below 1 - alpha by more than three standard errors, or
+a surrogate certificate fires more often than importance sampling by more than that.
+Honest caveat: limits, budgets and bands are read off the exact policies, so that nothing is
+rejected: the kindest choice for the certificates that need them.
+
+    python -m experiments.certificate_coverage                   # about four minutes on two cores
+    python -m experiments.certificate_coverage --repeats 100     # a first look
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments import command, figures, report
+from trm_jax import certificate, confidence, enumeration, oracle, recording, trust_region
+from trm_jax import surrogate_certificate as sc
+from trm_jax.types import Divergences, InputError
+
+RESULTS = pathlib.Path(__file__).parent / 'results' / 'certificate_coverage'
+VOCAB, HORIZON, EOS = 4, 5, 0
+BRANCH = 3  # the first token of the branch that breaks in a rare disaster
+EXACT = {
+  'importance sampling': 'betting on R (W - 1)',
+  'retrospective': 'betting on (1 - R)(1/W - 1), rows of the new policy',
+  'first order, TV': 'betting, L_M less the TV penalty',
+  'first order, L2': 'betting, L_M less the chi2 penalty',
+  'first order, TV, 10 % rejected': 'the same, and a limit on the mean KL that a tenth exceed',
+  'prefix, L2': 'betting, prefix form',
+  'centred': "Catoni's bound under a chi2 budget",
+}
+ASYMPTOTIC = {
+  'importance sampling, CLT': 'central limit theorem on R (W - 1)',
+  'plug-in, CLT': 'L_M less the smallest sampled bound, central limit theorem',
+  'evaluate both, CLT': 'difference of two means, as many fresh rows again under the new policy',
+}
+SURROGATE = [name for name in EXACT if name.startswith(('first', 'prefix', 'centred'))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CertificateCoverage:
+  """Coverage and firing rate of every certificate; a table and a figure."""
+
+  # Receives summary.json, table.md and figure.png.
+  directory: pathlib.Path = pathlib.Path('runs/certificate_coverage')
+  # Write into the directory though it holds results.
+  resume: bool = False
+  # Batches drawn per scenario and size.
+  repeats: int = 1000
+  # Rows of a batch.
+  sizes: tuple[int, ...] = (256, 1024, 8192)
+  # Chance of a wrong certificate that is allowed.
+  alpha: float = 0.05
+  # Only the scenarios whose name holds one of these; all by default.
+  only: tuple[str, ...] = ()
+  # Seeds the policies and the batches.
+  seed: int = 0
+  # Copy summary, table and figure to experiments/results/certificate_coverage.
+  publish: bool = False
+
+  def __post_init__(self):
+    confidence.check_alpha(self.alpha)
+    if self.repeats < 10:
+      raise InputError(
+        f'repeats={self.repeats} must be at least 10: a rate is estimated from them.'
+      )
+    if not self.sizes or min(self.sizes) < 32 or any(n % 16 for n in self.sizes):
+      raise InputError(f'sizes={self.sizes} must be multiples of 16, at least 32.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+  """All responses of a pair of policies, as rows with their probabilities; NumPy, float64."""
+
+  name: str
+  rows: dict[str, np.ndarray]
+  mass: np.ndarray
+  new_mass: np.ndarray
+  gain: float
+  seq_kl: float
+  correlation: float
+
+
+def observe(name: str, world: enumeration.World) -> Scenario:
+  """Every response with what a trainer would see of it. Runs in float64."""
+  found, contexts = enumeration.rows(world), enumeration.contexts(world)
+  numbers = np.arange(VOCAB**HORIZON)
+  spans = enumeration.lengths(world.policy)
+  path = [span.start + numbers // VOCAB ** (HORIZON - t) for t, span in enumerate(spans)]
+  d = found.divergences
+  rows = dict(
+    log_ratio=d.log_ratio,
+    valid=found.valid,
+    kl=d.kl,
+    tv=d.tv,
+    chi2=contexts.chi2[0, jnp.asarray(np.stack(path, -1))],
+    reward=found.reward,
+  )
+  rows = {k: np.asarray(v) for k, v in rows.items()}
+  mass, new_mass = np.asarray(found.rollout_mass), np.asarray(found.policy_mass)
+  weight = np.where(mass > 0, new_mass / np.where(mass > 0, mass, 1), 0)
+  mean, spread = (mass * rows['reward']).sum(), np.sqrt((mass * (weight - 1) ** 2).sum())
+  sd = np.sqrt((mass * (rows['reward'] - mean) ** 2).sum())
+  gain = float(oracle.policy_objective(world) - oracle.rollout_objective(world))
+  return Scenario(
+    name=name,
+    rows=rows,
+    mass=mass,
+    new_mass=new_mass,
+    gain=gain,
+    seq_kl=float(oracle.divergences(world).sequence_kl),
+    correlation=gain / (sd * spread) if sd * spread > 0 else 0.0,
+  )
+
+
+def _reward(rng, share: float) -> np.ndarray:
+  """0 or 1 for every response; what follows EOS earns nothing."""
+  _, _, possible = enumeration.sequences(vocab=VOCAB, horizon=HORIZON, eos=EOS)
+  return np.where(possible, rng.random(possible.size) < share, 0.0)[None]
+
+
+def _world(policy, rollout, reward) -> enumeration.World:
+  return enumeration.world(policy, rollout, horizon=HORIZON, reward=reward, eos=EOS)
+
+
+@jax.jit
+def _kl_after(step, world, direction):
+  moved = dataclasses.replace(world, policy=world.rollout + step * direction)
+  return oracle.divergences(moved).sequence_kl
+
+
+@jax.jit
+def _directions(world, random):
+  """(E[R | c, v] - E[R | c], a random direction without any of it), of one size."""
+  tree = enumeration.tree(world)
+  value = enumeration.ascend(world.reward, tree.rollout)
+  towards = value - (tree.rollout * value).sum(-1, keepdims=True)
+  # Under the visits and probabilities, along which KL measures distance.
+  weight = enumeration.contexts(world).rollout_visits[..., None] * tree.rollout
+  inner = lambda a, b: (weight * a * b).sum()
+  random = random - (tree.rollout * random).sum(-1, keepdims=True)
+  random = random - towards * inner(random, towards) / inner(towards, towards)
+  return towards, random * jnp.sqrt(inner(towards, towards) / inner(random, random))
+
+
+def smooth(name: str, rng, *, seq_kl: float, noise: float, sign: float = 1.0) -> Scenario:
+  """The policy steps along the natural gradient and `noise` times as far beside it, to a KL."""
+  shape = (1, enumeration.size(vocab=VOCAB, horizon=HORIZON), VOCAB)
+  rollout, reward = jnp.asarray(rng.normal(0, 0.7, shape)), _reward(rng, 0.4)
+  still = _world(rollout, rollout, reward)
+  towards, beside = _directions(still, jnp.asarray(rng.standard_normal(shape)))
+  direction = sign * towards + noise * beside
+  low, high = 0.0, 60.0
+  for _ in range(40):
+    middle = 0.5 * (low + high)
+    too_far = float(_kl_after(middle, still, direction)) > seq_kl
+    low, high = (low, middle) if too_far else (middle, high)
+  return observe(name, _world(rollout + middle * direction, rollout, reward))
+
+
+def no_effect(rng) -> Scenario:
+  """The policies differ, the reward is a coin that hears nothing of it: two rows a response."""
+  base = smooth('no effect', rng, seq_kl=0.02, noise=1.0)
+  rows = {k: np.concatenate([v, v]) for k, v in base.rows.items()}
+  rows['reward'] = np.repeat([0.0, 1.0], base.mass.size)
+  twice = lambda x: np.concatenate([x, x]) / 2
+  return dataclasses.replace(
+    base, rows=rows, mass=twice(base.mass), new_mass=twice(base.new_mass), gain=0.0, correlation=0.0
+  )
+
+
+def rare_disaster(rng, *, share: float) -> Scenario:
+  """A branch of probability `share` breaks; elsewhere the policy gains a little less than that."""
+  count = enumeration.size(vocab=VOCAB, horizon=HORIZON)
+  rollout = rng.normal(0, 0.3, (1, count, VOCAB))
+  first = np.log(np.array([1, 1, 1, 3 * share / (1 - share)]))
+  rollout[0, 0] = first
+  rollout[0, 1 + BRANCH] = [
+    -4,
+    4,
+    -4,
+    -4,
+  ]  # the branch's second token is nearly always the right one
+  tokens, _, possible = enumeration.sequences(vocab=VOCAB, horizon=HORIZON, eos=EOS)
+  inside = tokens[:, 0] == BRANCH
+  reward = np.where(inside, tokens[:, 1] == 1, tokens[:, 0] == 1) * possible
+  # 1 of the three other first tokens is right; moving `shift` of log-odds to it gains about 2/9.
+  shift = 0.85 * share * 9 / 2
+  policy = rollout.copy()
+  policy[0, 0, 1] += shift
+  policy[0, 1 + BRANCH] = [4, -4, -4, -4]
+  world = _world(jnp.asarray(policy), jnp.asarray(rollout), reward[None].astype(float))
+  return observe(f'rare disaster, {share:g}', world)
+
+
+def scenarios(seed: int) -> list[Scenario]:
+  """From an easy gain to a hidden loss."""
+  rng = np.random.default_rng(seed)
+  with enumeration.float64():
+    return [
+      smooth('small clean step', rng, seq_kl=1e-4, noise=0.0),
+      smooth('clean step', rng, seq_kl=0.01, noise=0.0),
+      smooth('large clean step', rng, seq_kl=0.9, noise=0.0),
+      smooth('small noisy step', rng, seq_kl=1e-3, noise=4.0),
+      smooth('noisy step', rng, seq_kl=0.01, noise=4.0),
+      smooth('large noisy step', rng, seq_kl=0.12, noise=4.0),
+      no_effect(rng),
+      smooth('step backwards', rng, seq_kl=0.01, noise=1.0, sign=-1.0),
+      rare_disaster(rng, share=3e-3),
+      rare_disaster(rng, share=3e-4),
+    ]
+
+
+def limits_of(it: Scenario) -> tuple[sc.Limits, float]:
+  """(limits that reject nothing, a limit on the mean KL that rejects a tenth), exactly."""
+  seen = it.mass > 0
+  rows = {k: v[seen] for k, v in it.rows.items()}
+  slack = 1 + 1e-4  # float32 rows
+  before = np.cumsum(rows['log_ratio'], -1) - rows['log_ratio']
+  limits = sc.Limits(
+    max_kl=float(rows['kl'].max() * slack),
+    max_tv=min(1.0, float(rows['tv'].max() * slack)),
+    max_chi2=float(rows['chi2'].max() * slack),
+    budget=float(rows['chi2'].sum(-1).max() * slack),
+    band=float(np.abs(np.expm1(before)).max() * slack + 1e-6),
+  )
+  mean = rows['kl'].sum(-1) / rows['valid'].sum(-1)
+  order = np.argsort(mean)
+  return limits, float(mean[order][np.searchsorted(np.cumsum(it.mass[seen][order]), 0.9)])
+
+
+def judges(it: Scenario, alpha: float) -> dict[str, Callable]:
+  """Name -> function of (rows of the rollout, as many of the policy) -> lower bound."""
+  limits, mean_limit = limits_of(it)
+  criterion = functools.partial(trust_region.mean_kl, limit=mean_limit)
+
+  def region(rows):
+    keys = ('log_ratio', 'valid', 'kl', 'tv', 'chi2')
+    return sc.patch(**{k: rows[k] for k in keys}, limits=limits), rows['reward']
+
+  def by_surrogate(make, penalty):
+    def judge(old, _):
+      patched, reward = region(old)
+      return make(patched, reward, penalty(patched), alpha=alpha).lower
+
+    return judge
+
+  def rejecting(old, _):
+    patched, reward = region(old)
+    seen = Divergences(old['kl'], old['tv'], old['log_ratio'], 0 * old['kl'])
+    keep = criterion(seen, old['valid'])
+    penalty = sc.tv_penalty(patched)
+    return sc.first_order(patched, reward, penalty, alpha=alpha, keep=keep).lower
+
+  def weighted(rows):
+    return rows['reward'] * jnp.expm1(certificate.log_weight(rows['log_ratio'], rows['valid']))
+
+  def evaluate_both(old, new):
+    both = old['reward'], new['reward']
+    error = jnp.sqrt(sum(r.var(ddof=1) / r.size for r in both))
+    return both[1].mean() - both[0].mean() - error * jax.scipy.stats.norm.ppf(1 - alpha)
+
+  def backwards(_, new):
+    return certificate.retrospective(
+      -new['log_ratio'], new['valid'], new['reward'], alpha=alpha
+    ).lower
+
+  return {
+    'importance sampling': lambda old, _: (
+      certificate.improvement(old['log_ratio'], old['valid'], old['reward'], alpha=alpha).lower
+    ),
+    'retrospective': backwards,
+    'first order, TV': by_surrogate(sc.first_order, sc.tv_penalty),
+    'first order, L2': by_surrogate(sc.first_order, sc.l2_penalty),
+    'first order, TV, 10 % rejected': rejecting,
+    'prefix, L2': by_surrogate(sc.prefix, sc.l2_penalty),
+    'centred': lambda old, _: sc.centred(*region(old), alpha=alpha).lower,
+    'importance sampling, CLT': lambda old, _: confidence.normal(weighted(old), alpha=alpha),
+    'plug-in, CLT': lambda old, _: sc.plug_in(*region(old), alpha=alpha).lower,
+    'evaluate both, CLT': evaluate_both,
+  }
+
+
+def lower_bounds(it: Scenario, *, size: int, repeats: int, alpha: float, key) -> dict:
+  """Name -> lower bounds of `repeats` batches."""
+  to = lambda v: jnp.asarray(v, jnp.float32 if v.dtype == np.float64 else v.dtype)
+  rows, found = jax.tree.map(to, it.rows), judges(it, alpha)
+  ends = [to(np.cumsum(m) / m.sum()) for m in (it.mass, it.new_mass)]
+
+  @jax.jit
+  def all_of(keys):
+    def one(key):
+      drawn = []
+      for end, k in zip(ends, jax.random.split(key), strict=True):
+        at = jnp.searchsorted(end, jax.random.uniform(k, (size,)), side='right')
+        at = jnp.minimum(at, end.size - 1)
+        drawn.append({name: values[at] for name, values in rows.items()})
+      return {name: judge(*drawn) for name, judge in found.items()}
+
+    return jax.lax.map(one, keys, batch_size=16)
+
+  return {k: np.asarray(v) for k, v in all_of(jax.random.split(key, repeats)).items()}
+
+
+def rates(lower: np.ndarray, gain: float) -> dict[str, float]:
+  """Coverage of the truth, rate of firing, rate of false certificates, mean bound."""
+  fired = lower > 0
+  return dict(
+    # Rows and bounds are float32.
+    coverage=float((lower <= gain + 1e-6).mean()),
+    fires=float(fired.mean()),
+    false=float(fired.mean()) if gain <= 0 else 0.0,
+    mean_lower=float(lower.mean()),
+  )
+
+
+def misuse(*, repeats: int, alpha: float, seed: int) -> dict[str, dict]:
+  """Two ways to void a certificate, with a truth of no effect at all."""
+  rng = np.random.default_rng(seed)
+  certify = jax.jit(
+    lambda log_ratio, reward, samples: (
+      certificate.improvement(
+        log_ratio[:, None],
+        jnp.ones((log_ratio.size, 1), bool),
+        reward,
+        samples=samples,
+        alpha=alpha,
+      ).lower
+      > 0
+    ),
+    static_argnums=2,
+  )
+  to = lambda x: jnp.asarray(x, jnp.float32)
+  found = {'fitted on the same rows': {}, 'groups of 16 taken for 16 prompts': {}}
+  for size in (1024, 8192):
+    counts = {name: np.zeros(2) for name in found}
+    for _ in range(repeats):
+      # A bandit with 64 actions whose rewards are coin flips: nothing can be improved.
+      tokens, rewards = rng.integers(0, 64, (2, size)), rng.integers(0, 2, (2, size))
+      lift = np.bincount(tokens[0], rewards[0] - 0.5, 64) * 64 / size
+      log_ratio = lift - np.log(np.exp(lift).mean())
+      pair = [certify(to(log_ratio[tokens[i]]), to(rewards[i]), 1) for i in (0, 1)]
+      counts['fitted on the same rows'] += np.array(pair, bool)
+      # Prompts that gain or lose .1 alike: the mean over prompts is 0, one prompt's is not.
+      effect = np.repeat(rng.choice([-1, 1], size // 16), 16)
+      right = rng.random(size) < 0.5
+      ratio = np.where(right, 1 + 0.2 * effect, 1 - 0.2 * effect)
+      pair = [certify(to(np.log(ratio)), to(right), n) for n in (1, 16)]
+      counts['groups of 16 taken for 16 prompts'] += np.array(pair, bool)
+    for name, (wrong, right) in counts.items():
+      found[name][size] = {
+        'false, misused': wrong / repeats,
+        'false, used rightly': right / repeats,
+      }
+  return found
+
+
+def summarise(args: CertificateCoverage) -> dict:
+  """All rates, per scenario, size and certificate."""
+  made = scenarios(args.seed)
+  made = [it for it in made if not args.only or any(part in it.name for part in args.only)]
+  if not made:
+    raise InputError(f'only={args.only} fits no scenario; see the table of a whole run.')
+  progress = recording.Progress(len(made) * len(args.sizes), 'scenarios x sizes')
+  found, key, done = {}, jax.random.key(args.seed), 0
+  for number, it in enumerate(made):
+    sizes = {}
+    for size in args.sizes:
+      lower = lower_bounds(
+        it,
+        size=size,
+        repeats=args.repeats,
+        alpha=args.alpha,
+        key=jax.random.fold_in(jax.random.fold_in(key, number), size),
+      )
+      sizes[size] = {name: rates(bound, it.gain) for name, bound in lower.items()}
+      done += 1
+      progress.update(done)
+    found[it.name] = dict(gain=it.gain, seq_kl=it.seq_kl, correlation=it.correlation, sizes=sizes)
+  progress.close()
+  return dict(
+    options=dict(repeats=args.repeats, alpha=args.alpha, seed=args.seed, sizes=list(args.sizes)),
+    certificates=EXACT | ASYMPTOTIC,
+    scenarios=found,
+    misuse=misuse(repeats=max(args.repeats // 5, 10), alpha=args.alpha, seed=args.seed),
+  )
+
+
+def worst(summary: dict, name: str) -> tuple[float, str, int]:
+  """(lowest coverage, scenario, size) of a certificate."""
+  return min(
+    (rate[name]['coverage'], scenario, size)
+    for scenario, it in summary['scenarios'].items()
+    for size, rate in it['sizes'].items()
+  )
+
+
+def coverage_table(summary: dict) -> str:
+  """The lowest coverage of each certificate, and where."""
+  lines = []
+  for name, meaning in summary['certificates'].items():
+    coverage, scenario, size = worst(summary, name)
+    kind = 'finite-sample' if name in EXACT else 'asymptotic'
+    lines.append([name, kind, meaning, f'{coverage:.3f}', f'{scenario}, N = {size}'])
+  header = ['certificate', 'guarantee', 'how', 'lowest coverage', 'where']
+  return report.table(header, lines)
+
+
+def firing_table(summary: dict) -> str:
+  """How often each says 'improved', in percent, over sizes."""
+  sizes = summary['options']['sizes']
+  lines = []
+  for scenario, it in summary['scenarios'].items():
+    about = f'{scenario}: gain {it["gain"]:+.2g}, KL {it["seq_kl"]:.1g}, c {it["correlation"]:.2f}'
+    cells = [
+      ' / '.join(f'{100 * it["sizes"][n][name]["fires"]:.0f}' for n in sizes)
+      for name in summary['certificates']
+    ]
+    lines.append([about, *cells])
+  header = [f'fires, %, N = {" / ".join(map(str, sizes))}', *summary['certificates']]
+  return report.table(header, lines)
+
+
+def misuse_table(summary: dict) -> str:
+  """False certificates at zero effect."""
+  lines = [
+    [name, str(size), f'{rate["false, misused"]:.2f}', f'{rate["false, used rightly"]:.2f}']
+    for name, sizes in summary['misuse'].items()
+    for size, rate in sizes.items()
+  ]
+  return report.table(['misuse, at zero effect', 'N', 'false, misused', 'false, done right'], lines)
+
+
+def verdict(summary: dict) -> str:
+  """What held and what did not, computed from the rates."""
+  alpha, repeats = summary['options']['alpha'], summary['options']['repeats']
+  error = math.sqrt(alpha * (1 - alpha) / repeats)
+  need = 1 - alpha - 3 * error
+  failed = [n for n in summary['certificates'] if worst(summary, n)[0] < need]
+  exact = [name for name in failed if name in EXACT]
+  lines = [
+    f'Finite-sample certificates: {"all hold" if not exact else "BROKEN: " + ", ".join(exact)}'
+    f' (coverage >= {need:.3f} = 1 - alpha - 3 standard errors, every scenario and size).'
+  ]
+  for name in ASYMPTOTIC:
+    coverage, scenario, size = worst(summary, name)
+    held = 'held here' if name not in failed else 'fails'
+    lines.append(f'{name} {held}: lowest coverage {coverage:.3f} ({scenario}, N = {size}).')
+  ahead = []
+  for scenario, it in summary['scenarios'].items():
+    for size, rate in it['sizes'].items():
+      base = rate['importance sampling']['fires']
+      for name in SURROGATE:
+        more = rate[name]['fires'] - base
+        if more > 3 * math.sqrt(0.5 / repeats):
+          ahead.append(f'{name} ({scenario}, N = {size}: +{100 * more:.0f} %)')
+  lines.append(
+    'No certificate by way of the surrogate fires more often than importance sampling.'
+    if not ahead
+    else f'Fires more often than importance sampling: {"; ".join(ahead)}.'
+  )
+  silent = [
+    f'{scenario}, N = {size}'
+    for scenario, it in summary['scenarios'].items()
+    if it['gain'] > 0
+    for size, rate in it['sizes'].items()
+    if max(rate[name]['fires'] for name in EXACT) < 0.5
+  ]
+  if silent:
+    lines.append(
+      f'No proof in more than half of the batches, though there is a gain: {"; ".join(silent)}.'
+    )
+  return '\n'.join(f'- {line}' for line in lines)
+
+
+def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
+  """Coverage of the worst scenario, and firing, of the certificates worth telling apart."""
+  shown = ['importance sampling', 'retrospective', 'first order, TV', 'centred']
+  shown += list(ASYMPTOTIC)
+  sizes, names = summary['options']['sizes'], list(summary['scenarios'])
+  figure, axes = plt.subplots(1, 2, figsize=(13, 4.8), width_ratios=(1, 1.5))
+  for colour, name in zip(figures.COLOURS, shown, strict=True):
+    lowest = [
+      min(it['sizes'][n][name]['coverage'] for it in summary['scenarios'].values()) for n in sizes
+    ]
+    dashed = ':' if name in ASYMPTOTIC else '-'
+    axes[0].plot(sizes, lowest, dashed, marker='o', markersize=4, color=colour, label=name)
+  axes[0].axhline(1 - summary['options']['alpha'], color='black', linewidth=1)
+  axes[0].set(
+    title='Lowest coverage over all scenarios', xlabel='rows N', xscale='log', ylim=(-0.03, 1.03)
+  )
+  axes[0].legend(fontsize=7, loc='lower right', title='dotted: asymptotic', title_fontsize=7)
+  size = sizes[len(sizes) // 2]
+  height = 0.8 / len(shown)
+  for i, (colour, name) in enumerate(zip(figures.COLOURS, shown, strict=True)):
+    fires = [summary['scenarios'][s]['sizes'][size][name]['fires'] for s in names]
+    axes[1].barh(np.arange(len(names)) + i * height, fires, height, color=colour, label=name)
+  labels = [f'{s}\ngain {summary["scenarios"][s]["gain"]:+.2g}' for s in names]
+  axes[1].set_yticks(np.arange(len(names)) + 0.4 - height / 2, labels, fontsize=7)
+  axes[1].invert_yaxis()
+  axes[1].set(title=f"Share of batches that say 'improved', N = {size}", xlim=(0, 1.02))
+  losing = [i for i, s in enumerate(names) if summary['scenarios'][s]['gain'] <= 0]
+  if losing:
+    axes[1].axhspan(min(losing) - 0.1, max(losing) + 0.9, color='#bf616a', alpha=0.12)
+    axes[1].text(
+      1.0, min(losing) + 0.05, 'no gain: every bar here is a false claim', ha='right', fontsize=7
+    )
+  for axis in axes:
+    axis.grid(alpha=0.2)
+  return figures._save(figure, path)
+
+
+def main(args: CertificateCoverage) -> None:
+  """Draws batches, computes, prints, draws."""
+  command.check_directory(args.directory, resume=args.resume)
+  summary = summarise(args)
+  report.write_json(args.directory / 'summary.json', summary)
+  parts = [coverage_table(summary), firing_table(summary), misuse_table(summary), verdict(summary)]
+  text = '\n\n'.join(parts)
+  (args.directory / 'table.md').write_text(f'{text}\n')
+  figure = draw(summary, args.directory / 'figure.png')
+  print(f'\n{text}\n\nFigure: {figure}')
+  if args.publish:
+    report.publish(args.directory, RESULTS)
+
+
+if __name__ == '__main__':
+  command.run(CertificateCoverage, main)
