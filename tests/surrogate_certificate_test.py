@@ -49,6 +49,17 @@ def test_worked_example():
   found = sc.error_bounds(patched, reward)
   assert float(found['b_star']) == pytest.approx(0.030974, abs=1e-6)
   assert float(found['l2']) == pytest.approx(0.005775, abs=1e-6)
+  assert float(found['per_position']) == pytest.approx(0.030974, abs=1e-6)
+  later = 0.1 * (0.06 + 0.01) + 0.1 * 0.01  # of the first row; the others have nothing later
+  assert float(found['future_tv']) == pytest.approx(later / 3, abs=1e-7)
+  first = math.sqrt((0.05 + 0.08) / 3 * 0.1 * (0.02 + 0.001) / 3)
+  second = math.sqrt((0.06 + 0.05) / 3 * 0.1 * 0.001 / 3)
+  assert float(found['jensen_pinsker']) == pytest.approx(first + second, abs=1e-7)
+  assert float(found['smallest']) == pytest.approx(later / 3, abs=1e-7)
+  plain, _ = example()
+  for drop, lost in ((0.1, -1 / 3), (0.3, 0)):
+    made = sc.first_order(plain, jnp.ones(3), sc.tv_penalty(plain), drop=drop)
+    assert float(made.terms['rejected']) == pytest.approx(lost)
   made = sc.first_order(patched, reward, sc.tv_penalty(patched))
   assert float(made.terms['surrogate']) == pytest.approx(0.1, abs=1e-6)
   assert float(made.terms['rejected']) == 0
