@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from experiments import certificate_coverage as cc
+from experiments import known_pairs
 from trm_jax.types import InputError
 
 
 @pytest.fixture(scope='module')
 def made():
-  return {it.name: it for it in cc.scenarios(1)}
+  return {it.name: it for it in known_pairs.scenarios(1)}
 
 
 def test_scenarios_are_what_they_say(made):
@@ -34,7 +35,10 @@ def test_scenarios_are_what_they_say(made):
   for share in (3e-3, 3e-4):
     it = made[f'rare disaster, {share:g}']
     assert -share < it.gain < 0
-    inside = np.arange(it.mass.size) // cc.VOCAB ** (cc.HORIZON - 1) == cc.BRANCH
+    inside = (
+      np.arange(it.mass.size) // known_pairs.VOCAB ** (known_pairs.HORIZON - 1)
+      == known_pairs.BRANCH
+    )
     assert it.mass[inside].sum() == pytest.approx(share, rel=1e-6)
 
 
