@@ -104,22 +104,26 @@ def _given(s):
   return s.top, jnp.log(s.total)
 
 
-def two_kernels(hidden, head, rollout, lse):
-  q = kernels.linear_sums(hidden, head)
-  return q, kernels.linear_terms(hidden, head, rollout, *_given(q), None, lse)
+def two_kernels(hidden, head, rollout, tokens, lse):
+  q = kernels.linear_sums(hidden, head, tokens=tokens)
+  return q, kernels.linear_terms(hidden, head, rollout, *_given(q), None, lse, tokens=tokens)
+
+
+def one_kernel(hidden, head, rollout, tokens, lse, full=False):
+  return kernels.linear_fused(hidden, head, rollout, lse, tokens=tokens, full=full)
 
 
 def from_logits(policy, rollout, tokens, axis_name=None):
   return divergences.statistics(policy, rollout, tokens, axis_name=axis_name)
 
 
-def from_head(hidden, head, tokens, rollout, lse=None, axis_name=None):
+def from_head(hidden, head, tokens, rollout, lse=None, axis_name=None, full=False):
   return linear_head.statistics(
-    hidden, head, tokens, rollout_logits=rollout, rollout_lse=lse, axis_name=axis_name
+    hidden, head, tokens, rollout_logits=rollout, rollout_lse=lse, axis_name=axis_name, full=full
   )
 
 
-def from_heads(hidden, head, tokens, other, other_head, lse=None, axis_name=None):
+def from_heads(hidden, head, tokens, other, other_head, lse=None, axis_name=None, full=False):
   return linear_head.statistics(
     hidden,
     head,
@@ -128,6 +132,7 @@ def from_heads(hidden, head, tokens, other, other_head, lse=None, axis_name=None
     rollout_head=other_head,
     rollout_lse=lse,
     axis_name=axis_name,
+    full=full,
   )
 
 
@@ -138,11 +143,19 @@ def forms(sizes: Command) -> tuple[list[Form], list[Form]]:
   hidden, head = Input((n, d), P('data')), Input((v, d), P('model'))
   tokens, lse = Input((n,), P('data'), jnp.int32), Input((n,), P('data'), jnp.float32)
   pair_of = logits, logits
-  heads = lambda run: lambda h, w, g, u, *lse: run(h, w, (g, u), *lse)
+  heads = lambda run: lambda h, w, g, u, *rest: run(h, w, (g, u), *rest)
+  full = lambda run: functools.partial(run, full=True)
+  kernel = hidden, head, logits, tokens, lse
   public = [
     Form('divergences.statistics', from_logits, (*pair_of, tokens)),
     Form('linear_head.statistics', from_head, (hidden, head, tokens, logits), 1),
     Form('linear_head.statistics, lse', from_head, (hidden, head, tokens, logits, lse), 1),
+    Form(
+      'linear_head.statistics, lse, full set',
+      full(from_head),
+      (hidden, head, tokens, logits, lse),
+      1,
+    ),
     Form('linear_head.statistics, two heads', from_heads, (hidden, head, tokens, hidden, head), 2),
     Form(
       'linear_head.statistics, two heads, lse',
@@ -150,30 +163,25 @@ def forms(sizes: Command) -> tuple[list[Form], list[Form]]:
       (hidden, head, tokens, hidden, head, lse),
       2,
     ),
+    Form(
+      'linear_head.statistics, two heads, lse, full set',
+      full(from_heads),
+      (hidden, head, tokens, hidden, head, lse),
+      2,
+    ),
   ]
+  two_heads = (hidden, head) * 2 + (tokens, lse)
   return [
     Form('naive, two log_softmax', naive, (*pair_of, tokens)),
     Form('terms in plain XLA', lambda b, a: pair.fused(b, a, None), pair_of),
     Form('fused', kernels.fused, pair_of),
-    Form('fused, full set', functools.partial(kernels.fused, full=True), pair_of),
+    Form('fused, full set', full(kernels.fused), pair_of),
     Form('sums, terms_given', two_reads, pair_of),
-    Form('linear_sums, linear_terms, lse', two_kernels, (hidden, head, logits, lse), 1),
-    Form('linear_fused, lse', kernels.linear_fused, (hidden, head, logits, lse), 1),
-    Form(
-      'linear_fused, lse, full set',
-      functools.partial(kernels.linear_fused, full=True),
-      (hidden, head, logits, lse),
-      1,
-    ),
-    Form(
-      'linear_sums, linear_terms, two heads, lse',
-      heads(two_kernels),
-      (hidden, head) * 2 + (lse,),
-      2,
-    ),
-    Form(
-      'linear_fused, two heads, lse', heads(kernels.linear_fused), (hidden, head) * 2 + (lse,), 2
-    ),
+    Form('linear_sums, linear_terms, lse', two_kernels, kernel, 1),
+    Form('linear_fused, lse', one_kernel, kernel, 1),
+    Form('linear_fused, lse, full set', full(one_kernel), kernel, 1),
+    Form('linear_sums, linear_terms, two heads, lse', heads(two_kernels), two_heads, 2),
+    Form('linear_fused, two heads, lse', heads(one_kernel), two_heads, 2),
     *public,
   ], public
 

@@ -173,13 +173,13 @@ def test_products_with_a_head_match_their_logits(dtype, full, temperature):
   rollout = rollout.at[8:10].set(rollout[16:18])
   p = kernels.sums(rollout, temperature, **SMALL)
   given = (found.top, jnp.log(found.total), p.top, jnp.log(p.total))
-  given_terms, mass = kernels.linear_terms(
+  given_terms, mass, _ = kernels.linear_terms(
     hidden, head, rollout, *given, temperature, full=full, **SMALL
   )
   check(given_terms, logits, rollout, temperature or 1.0, full=full, rtol=3e-5)
   np.testing.assert_allclose(mass, np.where(np.isnan(given_terms.tv), np.nan, 1), rtol=1e-6)
 
-  _, lying = kernels.linear_terms(
+  _, lying, _ = kernels.linear_terms(
     hidden, head, rollout, *given[:3], given[3] + 0.1, temperature, **SMALL
   )
   np.testing.assert_allclose(lying[0], np.exp(-0.1), rtol=1e-6)
@@ -196,19 +196,24 @@ def test_two_products_and_identical_ones(monkeypatch):
   assert p.weighted is None
   q, p = ((s.top, jnp.log(s.total)) for s in (q, p))
   call = functools.partial(kernels.linear_terms, hidden, head, full=True, **options)
-  found, mass = call((other, other_head), *q, *p)
+  found, mass, _ = call((other, other_head), *q, *p)
   check(found, logits, rollout)
   np.testing.assert_allclose(mass, 1, rtol=1e-6)
-  same, _ = call((hidden, head), *q, *q)
+  same, *_ = call((hidden, head), *q, *q)
   assert not any(np.any(getattr(same, name)) for name in FIELDS[:4])
 
-  call = functools.partial(kernels.linear_fused, hidden, head, full=True, **options)
-  once, found, mass = call((other, other_head), lse_of(rollout))
+  tokens = np.arange(70) * 4 + 23  # up to the last
+  call = functools.partial(
+    kernels.linear_fused, hidden, head, full=True, tokens=jnp.asarray(tokens), **options
+  )
+  once, found, mass, picked = call((other, other_head), lse_of(rollout))
+  for x, y in ((once.picked, logits), (picked, rollout)):
+    np.testing.assert_allclose(x, y[np.arange(70), tokens], rtol=1e-5, atol=1e-5)
   check(found, logits, rollout)
   np.testing.assert_allclose(mass, 1, rtol=3e-6)
   for x, y in zip((once.top, jnp.log(once.total)), q, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-6)
-  _, same, _ = call((hidden, head), q[0] + q[1])
+  _, same, *_ = call((hidden, head), q[0] + q[1])
   assert max(same.kl) < 1e-12 and max(same.tv) < 1e-6
 
 
@@ -237,7 +242,7 @@ def test_one_kernel_for_a_head_and_a_normalised_rollout(dtype, full, temperature
   call = jax.jit(functools.partial(kernels.linear_fused, full=full, **options))
   args = hidden, head, rollout, lse, temperature
   assert str(jax.make_jaxpr(call)(*args)).count('pallas_call[') == kernels_run
-  q, found, mass = call(*args)
+  q, found, mass, _ = call(*args)
   sound = np.arange(21) != 2
   check_sums(jax.tree.map(lambda x: x[sound], q), logits[sound], temperature or 1.0, 1e-5)
   rows = slice(0, 16)
@@ -247,6 +252,29 @@ def test_one_kernel_for_a_head_and_a_normalised_rollout(dtype, full, temperature
   np.testing.assert_allclose(mass[16:18], np.exp(-lies[:2]), rtol=3e-6)
   assert np.isnan(mass[18:]).all()
   assert all(np.isnan(x[18:]).all() for x in found if x is not None)
+
+
+def test_picked_logits_are_those_of_the_tokens():
+  # Blocks of 256 entries in chunks of 128, two shares for products, a ragged end at 600.
+  edges = [0, 1, 126, 127, 128, 129, 254, 255, 256, 257, 383, 384, 510, 511, 512, 513, 598, 599]
+  tokens = np.array([*edges, -1, 300, 599])
+  hidden, head, logits = head_case(jnp.float32)
+  rollout = jnp.asarray(np.random.default_rng(3).normal(size=(21, 600)), jnp.float32)
+  # One missing at its token, one broken elsewhere.
+  rollout = rollout.at[4, tokens[4]].set(-jnp.inf).at[19, 299].set(jnp.nan)
+  here = tokens >= 0
+  of_policy, of_rollout = (
+    np.where(here, oracles.f64(x)[np.arange(21), tokens], 0) for x in (logits, rollout)
+  )
+  lse, q = lse_of(rollout), (jnp.zeros(21), lse_of(logits))
+  options = SMALL | dict(tokens=jnp.asarray(tokens))
+  same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  same(kernels.linear_sums(hidden, head, 0.7, **options).picked, of_policy)
+  same(kernels.sums(rollout, 0.7, weighted=False, **options).picked, of_rollout)
+  same(kernels.linear_terms(hidden, head, rollout, *q, None, lse, **options)[2], of_rollout)
+  found = kernels.linear_fused(hidden, head, rollout, lse, **options)
+  same(found[0].picked, of_policy)
+  same(found[3], of_rollout)
 
 
 def test_vmap_and_a_traced_temperature():
@@ -267,7 +295,7 @@ def test_vmap_and_a_traced_temperature():
     kernels.linear_fused, full=True, interpret=True, chunk=128, block=(8, 128)
   )
   axes = 0, None, 0, 0, 0
-  _, found, _ = jax.jit(jax.vmap(call, axes))(hidden, head, rollout, lse, temperatures)
+  _, found, *_ = jax.jit(jax.vmap(call, axes))(hidden, head, rollout, lse, temperatures)
   for i, t in ((0, 0.5), (2, 2.0)):
     check(jax.tree.map(lambda x: x[i], found), logits[i], rollout[i], t, rtol=3e-5)  # noqa: B023
 
@@ -280,7 +308,7 @@ def test_no_type_is_promoted_by_accident(dtype):
     jax.make_jaxpr(functools.partial(kernels.fused, full=True))(logits, logits, 0.5)
     q = jax.eval_shape(kernels.linear_sums, hidden, head, 0.5)
     given = [jnp.zeros(x.shape) for x in (q.top, q.total, q.top, q.total)]
-    found, _ = jax.eval_shape(
+    found, *_ = jax.eval_shape(
       functools.partial(kernels.linear_terms, full=True), hidden, head, logits, *given
     )
   assert {x.dtype for x in jax.tree.leaves((q, found))} == {jnp.dtype('float32')}

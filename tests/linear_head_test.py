@@ -242,6 +242,20 @@ def test_no_buffer_has_the_size_of_the_scores(optimised, monkeypatch):
   assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * 4 * n * v
 
 
+def test_no_row_of_a_head_is_gathered_on_a_tpu():
+  shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+  n, v = 256, 8192
+
+  def run(hidden, head, tokens, logits, lse):
+    return lh.statistics(hidden, head, tokens, rollout_logits=logits, rollout_lse=lse)
+
+  args = shape(n, 256), shape(v, 256), shape(n, dtype=jnp.int32), shape(n, v)
+  traced = jax.jit(run).trace(*args, shape(n, dtype=jnp.float32))
+  text = traced.lower(lowering_platforms=('tpu',)).as_text()
+  assert 'tpu_custom_call' in text
+  assert 'stablehlo.gather' not in text and 'stablehlo.dynamic_gather' not in text
+
+
 # Devices.
 
 

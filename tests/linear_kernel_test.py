@@ -7,6 +7,7 @@ import pytest
 from jax import P
 from jax.experimental.pallas import tpu as pltpu
 
+from tests import oracles
 from trm_jax import blocks, kernels
 from trm_jax import linear_head as lh
 
@@ -107,6 +108,52 @@ def test_a_vocabulary_split_over_devices(interpreted, kind, lse):
   agree(*jax.jit(run)(*case(kind, lse, 0.7, 2 * 150), 0.7))
   other = ['sums' if kind == 'logits' else 'linear_sums'] * (not lse)
   assert ran == ['linear_sums', *other, 'linear_terms']
+
+
+# Ends of tiles of 128 tokens, of two devices' 150 tokens and of the vocabulary; two have no place.
+EDGES = [0, 1, 127, 128, 129, 149, 150, 151, 255, 256, 277, 278, 279, 298, 299, 148, -1, 300]
+
+
+@pytest.mark.parametrize(
+  ('kind', 'lse'), [('logits', False), ('logits', True), ('head', True), (None, False)]
+)
+@pytest.mark.parametrize('axis_name', [None, 'model'])
+def test_log_probs_of_tokens_at_every_edge(interpreted, kind, lse, axis_name):
+  hidden, head, _, rollout = case(kind, lse, 0.7)
+  tokens = jnp.array(EDGES + [5] * (N - len(EDGES)), jnp.int32)
+
+  def run(*args):
+    statistics = lh._by_kernel(*args, 0.7, full=False, axis_name=axis_name)[1]
+    return [x for x in (statistics.policy_logp, statistics.rollout_logp) if x is not None]
+
+  call = run
+  if axis_name is not None:
+    interpreted[1]()
+    mesh = jax.make_mesh((2,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P('model')
+    parts = lh._Rollout(
+      P(None, 'model') if kind == 'logits' else None,
+      P() if kind == 'head' else None,
+      split if kind == 'head' else None,
+      P() if lse else None,
+    )
+    specs = dict(in_specs=(P(), split, P(), parts), out_specs=P(), check_vma=False)
+    call = jax.shard_map(run, mesh=mesh, **specs)
+  found = jax.jit(call)(hidden, head, tokens, rollout)
+  logits = [oracles.f64(hidden) @ oracles.f64(head).T]
+  if kind == 'logits':
+    logits.append(oracles.f64(rollout.logits))
+  elif kind == 'head':
+    logits.append(oracles.f64(rollout.hidden) @ oracles.f64(rollout.head).T)
+  placed = slice(0, EDGES.index(-1))
+  for x, y in zip(found, logits, strict=True):
+    expected = oracles.logp(y, np.clip(tokens, 0, V - 1), 0.7)
+    np.testing.assert_allclose(x[placed], expected[placed], rtol=1e-5, atol=1e-5)
+    # The logit of a token without a place counts as 0.
+    beyond = slice(placed.stop, len(EDGES))
+    top = y.max(-1)
+    expected = -(top / 0.7 + np.log(np.exp((y - top[:, None]) / 0.7).sum(-1)))
+    np.testing.assert_allclose(x[beyond], expected[beyond], rtol=1e-5)
 
 
 @pytest.mark.parametrize(('axis_name', 'full'), [(None, True), ('model', False)])

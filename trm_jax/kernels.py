@@ -10,7 +10,8 @@
 | `linear_fused` | hidden, rollout once, head twice  | the policy's normaliser and the same      |
 
 Positions are rows [N], the vocabulary [V] lies along the lanes. Everything is float32 inside. No
-gradients are defined here. `interpret` runs a kernel on any backend, slowly.
+gradients are defined here. `interpret` runs a kernel on any backend, slowly. `tokens` are indices
+into [V] below 2^24, -1 for none: their logits are picked on the way, 0 for none.
 
 How: a block of rows meets one block of the vocabulary per grid step (`tiles`); sixteen rows at a
 time walk over chunks of lanes (`lanes`). Rows beyond N and blocks beyond V hold arbitrary values:
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from trm_jax import lanes, terms, tiles
 
@@ -79,7 +80,7 @@ def fused(
     cost=tiles.cost(rows * size, (70, 4), rows * (bytes_a_row + 4 * tiles.LANES)),
     interpret=interpret,
   )
-  columns = [found[:, k] for k in range(5 + lanes.count(full))]
+  columns = tiles.columns_of(found, 5 + lanes.count(full))
   q, p = lanes.Sums(*columns[:3]), lanes.Sums(*columns[3:5])
   return q, p, _sound(terms.Terms(*columns[5:]), jnp.log(q.total), jnp.log(p.total))[0]
 
@@ -88,6 +89,7 @@ def sums(
   logits: Float[Array, 'N V'],
   temperature: float | Float[Array, ''] | None = None,
   *,
+  tokens: Int[Array, 'N'] | None = None,
   weighted: bool = True,
   interpret: bool | pltpu.InterpretParams = False,
   chunk: int = 1024,
@@ -100,7 +102,7 @@ def sums(
   the rows and vocabulary entries of a grid step.
   """
   plan = tiles.plan([(logits,)], 2 + weighted, block, vmem_bytes)
-  return _sums((logits,), plan, temperature, weighted, chunk, interpret)
+  return _sums((logits,), plan, temperature, tokens, weighted, chunk, interpret)
 
 
 def linear_sums(
@@ -108,6 +110,7 @@ def linear_sums(
   head: Float[Array, 'V D'],
   temperature: float | Float[Array, ''] | None = None,
   *,
+  tokens: Int[Array, 'N'] | None = None,
   weighted: bool = True,
   interpret: bool | pltpu.InterpretParams = False,
   chunk: int = 1024,
@@ -120,7 +123,7 @@ def linear_sums(
   float32 products are exact to float32, bfloat16 products accumulate in float32.
   """
   plan = tiles.plan([(hidden, head)], 2 + weighted, block, vmem_bytes)
-  return _sums((hidden, head), plan, temperature, weighted, chunk, interpret)
+  return _sums((hidden, head), plan, temperature, tokens, weighted, chunk, interpret)
 
 
 def terms_given(
@@ -146,7 +149,7 @@ def terms_given(
   sources = ((policy_logits,), (rollout_logits,))
   plan = tiles.plan(sources, lanes.count(full) + 1, block, vmem_bytes)
   given = (top_q, log_sq, top_p, log_sp)
-  return _terms(sources, plan, given, temperature, full, chunk, interpret)[0]
+  return _terms(sources, plan, given, temperature, None, full, chunk, interpret)[0]
 
 
 def linear_terms(
@@ -159,13 +162,14 @@ def linear_terms(
   log_sp: Float[Array, 'N'],
   temperature: float | Float[Array, ''] | None = None,
   *,
+  tokens: Int[Array, 'N'] | None = None,
   full: bool = False,
   interpret: bool | pltpu.InterpretParams = False,
   chunk: int = 1024,
   block: tuple[int, int] | None = None,
   vmem_bytes: int | None = None,
-) -> tuple[terms.Terms, Float[Array, 'N']]:
-  """(`terms_given`, sum of p) of the policy's logits hidden @ head.T; [N] float32.
+) -> tuple[terms.Terms, Float[Array, 'N'], Float[Array, 'N'] | None]:
+  """(`terms_given`, sum of p, rollout's picked logits) of logits hidden @ head.T; [N] float32.
 
   `rollout` is the rollout's logits, or its (hidden, head). Without `top_p`, `log_sp` is the
   logsumexp of its logits over the temperature. The sum of p over the whole vocabulary is 1 where
@@ -174,7 +178,7 @@ def linear_terms(
   sources = _sources(hidden, head, rollout)
   plan = tiles.plan(sources, lanes.count(full) + 1, block, vmem_bytes)
   given = (top_q, log_sq, top_p, log_sp)
-  return _terms(sources, plan, given, temperature, full, chunk, interpret)
+  return _terms(sources, plan, given, temperature, tokens, full, chunk, interpret)
 
 
 def linear_fused(
@@ -184,14 +188,15 @@ def linear_fused(
   rollout_lse: Float[Array, 'N'],
   temperature: float | Float[Array, ''] | None = None,
   *,
+  tokens: Int[Array, 'N'] | None = None,
   full: bool = False,
   interpret: bool | pltpu.InterpretParams = False,
   chunk: int = 1024,
   block: tuple[int, int] | None = None,
   vmem_bytes: int | None = None,
   cores: int | None = None,
-) -> tuple[lanes.Sums, terms.Terms, Float[Array, 'N']]:
-  """(policy's sums, `linear_terms`, sum of p), [N] float32, of logits hidden @ head.T.
+) -> tuple[lanes.Sums, terms.Terms, Float[Array, 'N'], Float[Array, 'N'] | None]:
+  """(policy's sums, *`linear_terms`), [N] float32, of logits hidden @ head.T.
 
   `rollout_lse` is the logsumexp of the rollout's logits over the temperature; rows where it is not
   finite have NaN terms. One kernel sweeps the vocabulary twice while `hidden` stays in VMEM. Where
@@ -204,17 +209,21 @@ def linear_fused(
   )
   others = (sources[:1], 3), (sources, fields)
   if plan.read(sources) > sum(tiles.plan(s, f, block, vmem_bytes).read(s) for s, f in others):
-    options = dict(interpret=interpret, chunk=chunk, block=block, vmem_bytes=vmem_bytes)
+    options = dict(
+      tokens=tokens, interpret=interpret, chunk=chunk, block=block, vmem_bytes=vmem_bytes
+    )
     q = linear_sums(hidden, head, temperature, **options)
     given = q.top, jnp.log(q.total), None, rollout_lse
     return q, *linear_terms(hidden, head, rollout, *given, temperature, full=full, **options)
-  kernel = functools.partial(_linear_fused_kernel, chunk=chunk, full=full)
-  given = [rollout_lse.astype(jnp.float32)[:, None]]
-  found = tiles.run(kernel, plan, sources, given, max(fields, 3), temperature, interpret, (62, 3))
-  columns = [found[:, k] for k in range(3 + fields)]
-  q = lanes.Sums(*columns[:3])
-  *summed, p = columns[3:]
-  return q, *_sound(terms.Terms(*summed), jnp.log(q.total), rollout_lse, p)
+  picking = tokens is not None
+  kernel = functools.partial(_linear_fused_kernel, chunk=chunk, full=full, tokens=picking)
+  given = [rollout_lse, *_given(tokens)]
+  options = max(fields, 3), lanes.PICKS + 3 + fields, temperature, interpret, (62, 3)
+  found = tiles.run(kernel, plan, sources, given, *options)[:, 0]
+  picked = found[: lanes.PICKS] if picking else [None, None]
+  q, summed = lanes.Sums(*found[lanes.PICKS : lanes.PICKS + 3], picked[0]), found[lanes.PICKS + 3 :]
+  found, p = _sound(terms.Terms(*summed[:-1]), jnp.log(q.total), rollout_lse, summed[-1])
+  return q, found, p, picked[1]
 
 
 # Kernel bodies.
@@ -243,122 +252,110 @@ def _fused_kernel(*refs, scaled, size, chunk, step, full):
       lambda s, *where: lanes.add_terms(s, *read(*where), given, inverse, full),
       [nothing] * lanes.count(full),
     )
-    columns = [*q, *p[:2], *(t.sum(1, keepdims=True) for t in found)]
+    columns = [*q[:3], *p[:2], *(t.sum(1, keepdims=True) for t in found)]
     out[rows, :] = lanes.pack(nothing, columns)
     return _
 
   jax.lax.fori_loop(0, policy.shape[0] // step, body, None)
 
 
-def _sums_kernel(*refs, plan, chunk, scaled):
+def _sums_kernel(*refs, plan, chunk, scaled, weighted, tokens):
   inverse, refs = tiles.scale_of(refs, scaled)
-  (source,), (out,), buffers = plan.split(refs)
-  fields = out.shape[0]
+  sources, (*given, out, state), buffers = plan.split(refs)
   s, t, j = (pl.program_id(k) for k in (0, 2, 3))
-  pl.when(j == 0)(lambda: _forget(out))
-  plan.walk(plan.block(s, t, j), [source], buffers, _exponentials(out, fields, chunk, inverse))
-
-
-def _terms_kernel(*refs, plan, chunk, scaled, full):
-  inverse, refs = tiles.scale_of(refs, scaled)
-  sources, (given, out), buffers = plan.split(refs)
-  s, t, j = (pl.program_id(k) for k in (0, 2, 3))
+  block, fields = plan.block(s, t, j), 2 + weighted
 
   @pl.when(j == 0)
   def _():
+    lanes.forget(state)
     out[...] = jnp.zeros_like(out)
 
-  plan.walk(plan.block(s, t, j), sources, buffers, _summands(out, given, 0, chunk, inverse, full))
+  picks = [lanes.picks(out, *given, block * plan.block_size, chunk, 0)] if tokens else []
+  plan.walk(block, sources, buffers, lanes.exponentials(state, fields, chunk, inverse), *picks)
+
+  @tiles.by_step(plan.block_rows, j == plan.grid[3] - 1)
+  def _(rows):
+    q = lanes.over_lanes(lanes.Sums(*(state[k, rows, :] for k in range(fields))), inverse)
+    out[rows, :] = lanes.pack(out[rows, :], q[:fields], lanes.PICKS)
 
 
-def _linear_fused_kernel(*refs, plan, chunk, scaled, full):
+def _terms_kernel(*refs, plan, chunk, scaled, full, tokens):
+  inverse, refs = tiles.scale_of(refs, scaled)
+  sources, (given, out, state), buffers = plan.split(refs)
+  s, t, j = (pl.program_id(k) for k in (0, 2, 3))
+  block = plan.block(s, t, j)
+
+  @pl.when(j == 0)
+  def _():
+    state[...] = jnp.zeros_like(state)
+    out[...] = jnp.zeros_like(out)
+
+  picks = [lanes.picks(out, given, block * plan.block_size, chunk, 1)] if tokens else []
+  plan.walk(block, sources, buffers, lanes.summands(state, given, 0, chunk, inverse, full), *picks)
+
+  @tiles.by_step(plan.block_rows, j == plan.grid[3] - 1)
+  def _(rows):
+    found = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
+    out[rows, :] = lanes.pack(out[rows, :], found, lanes.PICKS)
+
+
+def _linear_fused_kernel(*refs, plan, chunk, scaled, full, tokens):
   inverse, refs = tiles.scale_of(refs, scaled)
   # Between the sweeps, `out` holds the policy's sums and what `lanes.given` says of both sides.
-  sources, (lse, out, state), buffers = plan.split(refs)
+  sources, (given, out, state), buffers = plan.split(refs)
   s, t, j = (pl.program_id(k) for k in (0, 2, 3))
   block, last = plan.block(s, t, j), plan.grid[3] - 1
-  pl.when((t == 0) & (j == 0))(lambda: _forget(state))
+  pl.when((t == 0) & (j == 0))(lambda: lanes.forget(state))
 
   @pl.when(t == 0)
   def _():
-    plan.walk(block, sources[:1], buffers[:1], _exponentials(state, 3, chunk, inverse))
+    plan.walk(block, sources[:1], buffers[:1], lanes.exponentials(state, 3, chunk, inverse))
 
   @tiles.by_step(plan.block_rows, (t == 0) & (j == last))
   def _(rows):
     q = lanes.over_lanes(lanes.Sums(*(state[k, rows, :] for k in range(3))), inverse)
-    given = lanes.given(q.top, jnp.log(q.total), None, lse[rows, :], inverse)
+    sides = lanes.given(q.top, jnp.log(q.total), None, given[rows, :1], inverse)
     nothing = jnp.zeros((tiles.STEP, tiles.LANES), jnp.float32)
-    out[rows, :] = lanes.pack(nothing, [*q, *given])
+    out[rows, :] = lanes.pack(nothing, [*q[:3], *sides], lanes.PICKS)
     for k in range(state.shape[0]):
       state[k, rows, :] = nothing
 
-  @pl.when(t == 1)
-  def _():
-    plan.walk(block, sources, buffers, _summands(state, out, 3, chunk, inverse, full))
+  picks = [lanes.picks(out, given, block * plan.block_size, chunk, 0, 1)] if tokens else []
+  summands = lanes.summands(state, out, lanes.PICKS + 3, chunk, inverse, full)
+  pl.when(t == 1)(lambda: plan.walk(block, sources, buffers, summands, *picks))
 
   @tiles.by_step(plan.block_rows, (t == 1) & (j == last))
   def _(rows):
     found = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
-    out[rows, :] = lanes.pack(out[rows, :], found, 3)
-
-
-def _forget(state):
-  """`lanes.nothing` in a reference to sums [fields, rows, 128]."""
-  state[...] = jnp.zeros_like(state)
-  state[0] = jnp.full(state.shape[1:], -jnp.inf, jnp.float32)
-
-
-def _exponentials(state, fields, chunk, inverse):
-  """For `Plan.walk`: adds one side's exponentials to sums [fields, rows, 128]."""
-
-  def body(width, rows, views):
-    ((ref, near),) = views
-    add = lambda s, *where: lanes.add_exponentials(s, lanes.read(ref, near, *where), inverse)
-    start = lanes.Sums(*(state[k, rows, :] for k in range(fields)))
-    for k, x in enumerate(lanes.fold(width, chunk, add, start)[:fields]):
-      state[k, rows, :] = x
-
-  return body
-
-
-def _summands(state, given, first, chunk, inverse, full):
-  """For `Plan.walk`: adds terms and p; columns of `given` from `first` on are `lanes.given`."""
-
-  def body(width, rows, views):
-    (policy, near_q), (rollout, near_p) = views
-    columns = given[rows, :]
-    wide = lanes.wide(columns[:, k : k + 1] for k in range(first, first + lanes.GIVEN))
-
-    def add(sums, *where):
-      pieces = lanes.read(policy, near_q, *where), lanes.read(rollout, near_p, *where)
-      return lanes.add_terms(sums, *pieces, wide, inverse, full)
-
-    start = [state[k, rows, :] for k in range(lanes.count(full) + 1)]
-    for k, x in enumerate(lanes.fold(width, chunk, add, start)):
-      state[k, rows, :] = x
-
-  return body
+    out[rows, :] = lanes.pack(out[rows, :], found, lanes.PICKS + 3)
 
 
 def _sources(hidden, head, rollout):
   return (hidden, head), rollout if isinstance(rollout, tuple) else (rollout,)
 
 
-def _sums(source, plan, temperature, weighted, chunk, interpret):
-  kernel = functools.partial(_sums_kernel, chunk=chunk)
-  found = tiles.run(kernel, plan, [source], [], 2 + weighted, temperature, interpret, (12, 1))
-  parts = lanes.Sums(*(found[:, k] for k in range(2 + weighted)))
-  return lanes.merge(parts, (0, 2), tiles.inverse(temperature))
+def _sums(source, plan, temperature, tokens, weighted, chunk, interpret):
+  picking, fields = tokens is not None, 2 + weighted
+  kernel = functools.partial(_sums_kernel, chunk=chunk, weighted=weighted, tokens=picking)
+  options = fields, lanes.PICKS + fields, temperature, interpret, (12, 1)
+  found = tiles.run(kernel, plan, [source], _given(tokens), *options)
+  picked = found[0] if picking else None
+  sums = [*found[lanes.PICKS :], None][:3]
+  return lanes.merge(lanes.Sums(*sums, picked), 0, tiles.inverse(temperature))
 
 
-def _terms(sources, plan, given, temperature, full, chunk, interpret):
-  kernel = functools.partial(_terms_kernel, chunk=chunk, full=full)
-  columns = [jnp.stack(lanes.given(*given, tiles.inverse(temperature)), 1)]
+def _terms(sources, plan, given, temperature, tokens, full, chunk, interpret):
+  kernel = functools.partial(_terms_kernel, chunk=chunk, full=full, tokens=tokens is not None)
+  columns = [*lanes.given(*given, tiles.inverse(temperature)), *_given(tokens)]
   fields = lanes.count(full) + 1
-  found = tiles.run(kernel, plan, sources, columns, fields, temperature, interpret, (50, 2))
-  found = found.sum((0, 3))
-  *summed, p = (found[k] for k in range(fields))
-  return _sound(terms.Terms(*summed), given[1], given[3], p)
+  options = fields, lanes.PICKS + fields, temperature, interpret, (50, 2)
+  found = tiles.run(kernel, plan, sources, columns, *options).sum(1)
+  summed, p = _sound(terms.Terms(*found[lanes.PICKS : -1]), given[1], given[3], found[-1])
+  return summed, p, None if tokens is None else found[1]
+
+
+def _given(tokens):
+  return [] if tokens is None else [tokens]
 
 
 def _sound(found, log_sq, log_sp, *others):

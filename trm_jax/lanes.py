@@ -1,7 +1,7 @@
 """What the TPU kernels do in registers: running sums over the vocabulary, one for each lane.
 
-References to logits carry the rows first and the lanes last; nothing crosses lanes before `merge`
-or `pack`. Lanes beyond the vocabulary are read as -inf, which adds 0 to every sum.
+References to logits carry the rows first and the lanes last; nothing crosses lanes before `merge`,
+`pack` or `picks`. Lanes beyond the vocabulary are read as -inf, which adds 0 to every sum.
 """
 
 import functools
@@ -22,11 +22,13 @@ class Sums(NamedTuple):
     top: largest logit; -inf where all are.
     total: sum exp(x) of x = (logit - top) / temperature, in [1, V]; 0 where all logits are -inf.
     weighted: sum exp(x) x <= 0, from which the entropy follows; None where not asked for.
+    picked: logit of a token, 0 where these logits lack it; None where not asked for.
   """
 
   top: Float[Array, '*s']
   total: Float[Array, '*s']
   weighted: Float[Array, '*s'] | None = None
+  picked: Float[Array, '*s'] | None = None
 
 
 def merge(parts: Sums, axis: int | tuple[int, ...], inverse: float | Array = 1.0) -> Sums:
@@ -41,7 +43,8 @@ def merge(parts: Sums, axis: int | tuple[int, ...], inverse: float | Array = 1.0
   if parts.weighted is not None:
     moved = parts.weighted + terms.weighted(parts.total, shift)
     weighted = (moved * scale).sum(axis)
-  return Sums(top.squeeze(axis), (parts.total * scale).sum(axis), weighted)
+  picked = None if parts.picked is None else parts.picked.sum(axis)
+  return Sums(top.squeeze(axis), (parts.total * scale).sum(axis), weighted, picked)
 
 
 def fold(width, chunk, step, state):
@@ -87,6 +90,14 @@ def add_exponentials(state, pieces, inverse):
     if more is not None:
       more = more + terms.weighted(v, b)
   return Sums(top, total, more)
+
+
+def add_picked(state, pieces, place):
+  """`state` with the logit in lane `place` of one more chunk, in its own lane; -1 picks none."""
+  lane = jax.lax.broadcasted_iota(jnp.int32, place.shape, 1)
+  for i, x in enumerate(pieces):
+    state = jnp.where(lane == place - i * tiles.LANES, x, state)
+  return state
 
 
 def over_lanes(state, inverse):
@@ -142,3 +153,69 @@ def pack(packed, columns, first=0):
   for k, column in enumerate(columns):
     packed = jnp.where(lane == first + k, column, packed)
   return packed
+
+
+# Columns of a packed output for the picked logits of each side; others follow.
+PICKS = 2
+
+# What `tiles.Plan.walk` does with a block of logits.
+
+
+def forget(state):
+  """`nothing` in a reference to sums [fields, rows, 128]."""
+  state[...] = jnp.zeros_like(state)
+  state[0] = jnp.full(state.shape[1:], -jnp.inf, jnp.float32)
+
+
+def exponentials(state, fields, chunk, inverse):
+  """For `Plan.walk`: adds one side's exponentials to sums [fields, rows, 128]."""
+
+  def body(width, rows, views):
+    ((ref, near),) = views
+    add = lambda s, *where: add_exponentials(s, read(ref, near, *where), inverse)
+    start = Sums(*(state[k, rows, :] for k in range(fields)))
+    for k, x in enumerate(fold(width, chunk, add, start)[:fields]):
+      state[k, rows, :] = x
+
+  return body
+
+
+def summands(state, given, first, chunk, inverse, full):
+  """For `Plan.walk`: adds terms and p; columns of `given` from `first` on are `lanes.given`."""
+
+  def body(width, rows, views):
+    (policy, near_q), (rollout, near_p) = views
+    columns = given[rows, :]
+    sides = wide(columns[:, k : k + 1] for k in range(first, first + GIVEN))
+
+    def add(sums, *where):
+      pieces = read(policy, near_q, *where), read(rollout, near_p, *where)
+      return add_terms(sums, *pieces, sides, inverse, full)
+
+    start = [state[k, rows, :] for k in range(count(full) + 1)]
+    for k, x in enumerate(fold(width, chunk, add, start)):
+      state[k, rows, :] = x
+
+  return body
+
+
+def picks(out, given, first, chunk, *sides):
+  """For `Plan.walk`: adds the logits of the tokens, the last column of `given`, to `out`.
+
+  `first` is the block's first vocabulary entry.
+  """
+
+  def body(width, rows, views):
+    column = given[rows, :][:, -1:].astype(jnp.int32)
+    (place,) = wide([column - first])
+
+    def add(state, start, *where):
+      pieces = (read(*views[k], start, *where) for k in sides)
+      return [add_picked(s, x, place - start) for s, x in zip(state, pieces, strict=True)]
+
+    nothing = jnp.zeros(place.shape, jnp.float32)
+    found = fold(width, chunk, add, [nothing] * len(sides))
+    for k, x in zip(sides, found, strict=True):
+      out[rows, :] += pack(nothing, [x.sum(1, keepdims=True)], k)
+
+  return body

@@ -172,8 +172,9 @@ def _positions(hidden, head, tokens, rollout, temperature, *static):
   rollout = jax.lax.stop_gradient(rows(rollout._replace(head=None))._replace(head=rollout.head))
   # Operands that differ over the same axes: their cotangents then sum over devices by themselves.
   hidden, head, *_ = blocks.match_varying(rows(hidden), head, *jax.tree.leaves(rollout))
-  temperature = divergences.static(temperature)
-  (found, bounds), seeds = _statistics(hidden, head, rows(tokens), rollout, temperature, *static)
+  # -1 stands for no token, which unsigned integers lack.
+  tokens, temperature = rows(tokens).astype(jnp.int32), divergences.static(temperature)
+  (found, bounds), seeds = _statistics(hidden, head, tokens, rollout, temperature, *static)
   found = divergences.with_gradient(found, seeds, head, static[-1])
   return jax.tree.map(lambda x: x.reshape(shape), (found, bounds))
 
@@ -229,58 +230,52 @@ def _by_chunks(hidden, head, tokens, rollout, temperature, *, full, axis_name):
 
 def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name):
   """The same in passes of kernels over the vocabulary, all rows at once."""
+  local, here = vocab.place(tokens, head.shape[0], axis_name)
+  picking = dict(tokens=jnp.where(here, local, -1), temperature=temperature)
+  lse, scores = rollout.lse, rollout.logits
+  if rollout.hidden is not None:
+    scores = rollout.hidden, rollout.head
 
-  def side(*source, weighted=True, sums=None):
-    if sums is None:
-      kernel = kernels.sums if len(source) == 1 else kernels.linear_sums
-      sums = kernel(*source, temperature, weighted=weighted)
-    return pair.Sums(*sums, pick(*source))
+  def sides(*sums):
+    merged = pair.merge(tuple(pair.Sums(*s) for s in sums), temperature, axis_name)
+    return [pair.side(s, temperature) for s in merged]
 
-  def pick(*source):
-    if len(source) == 1:
-      return pair.pick(*source, tokens, axis_name)
-    states, table = source
-    local, here = vocab.place(tokens, table.shape[0], axis_name)
-    scores = jnp.einsum(
-      'nd,nd->n', states, table[local], precision='float32', preferred_element_type=jnp.float32
-    )
-    return jnp.where(here, scores, 0)
-
-  def merged(*sides):
-    return [pair.side(s, temperature) for s in pair.merge(sides, temperature, axis_name)]
-
-  def terms(*normaliser):
-    given = policy.top, policy.log_sum, *normaliser
-    return kernels.linear_terms(hidden, head, scores, *given, temperature, full=full)
-
-  def total(tree):
-    if axis_name is None:
-      return tree
-    parts, shape = jax.tree.flatten(tree)
-    return jax.tree.unflatten(shape, list(jax.lax.psum(jnp.stack(parts), axis_name)))
-
-  lse, linear = rollout.lse, (rollout.hidden, rollout.head)
-  scores = linear if rollout.logits is None else rollout.logits
-  source = linear if rollout.logits is None else (rollout.logits,)
-  if source[0] is None:
-    (policy,) = merged(side(hidden, head))
+  if lse is not None and axis_name is None:
+    q, *found = kernels.linear_fused(hidden, head, scores, lse, full=full, **picking)
+    (policy,) = sides(q)
+    return policy, _against(policy, lse, temperature, *found), None
+  q = kernels.linear_sums(hidden, head, **picking)
+  if scores is None:
+    (policy,) = sides(q)
     return policy, Statistics(None, None, policy.entropy, policy.logp, None), None
-  if lse is None:
-    policy, other = merged(side(hidden, head), side(*source, weighted=False))
-    found, _ = terms(other.top, other.log_sum)
-    return policy, divergences.gather(policy, other, total(found)), None
-  if axis_name is None:
-    q, *found = kernels.linear_fused(hidden, head, scores, lse, temperature, full=full)
-    (policy,) = merged(side(hidden, head, sums=q))
-  else:
-    (policy,) = merged(side(hidden, head))
-    found = terms(None, lse)
-  found, mass, token = total((*found, pick(*source)))
+  terms = functools.partial(kernels.linear_terms, hidden, head, scores, full=full)
+  if lse is not None:
+    (policy,) = sides(q)
+    found = terms(policy.top, policy.log_sum, None, lse, **picking)
+    return policy, _against(policy, lse, temperature, *_total(found, axis_name)), None
+  kernel, source = kernels.sums, (scores,)
+  if rollout.hidden is not None:
+    kernel, source = kernels.linear_sums, scores
+  policy, other = sides(q, kernel(*source, weighted=False, **picking))
+  found, _, _ = terms(policy.top, policy.log_sum, other.top, other.log_sum, temperature)
+  return policy, divergences.gather(policy, other, _total(found, axis_name)), None
+
+
+def _against(policy, lse, temperature, found, mass, token):
+  """Statistics from sums over the vocabulary against a rollout of the given normaliser."""
   logp = (token if temperature is None else token / temperature) - lse
   # The normaliser of other logits.
   wrong = ~(jnp.abs(mass - 1) <= MASS_ERROR)
   found, logp = jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), (found, logp))
-  return policy, divergences.gather(policy, pair.Side(None, lse, None, logp), found), None
+  return divergences.gather(policy, pair.Side(None, lse, None, logp), found)
+
+
+def _total(tree, axis_name):
+  """Sums over devices, in one all-reduce."""
+  if axis_name is None:
+    return tree
+  parts, shape = jax.tree.flatten(tree)
+  return jax.tree.unflatten(shape, list(jax.lax.psum(jnp.stack(parts), axis_name)))
 
 
 def _backward(full, axis_name, residuals, g):

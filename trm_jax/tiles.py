@@ -5,6 +5,7 @@ grid is (share of the vocabulary, block of rows, sweep, block of the share). Eac
 output, so that two cores between them read every block of a head once. A second sweep runs
 backwards, so that the block where the first one ended is not read again, and only in it are the
 sources after the first needed. Blocks move when their index changes; all else follows from that.
+Sums per lane stay in scratch; what is written is one row of lanes for each row and share.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -104,8 +106,8 @@ class Plan(NamedTuple):
     sources = [[refs.pop(0) for _ in range(1 + is_linear)] for is_linear in self.linear]
     return sources, refs, buffers
 
-  def walk(self, block, sources, buffers, body):
-    """body(valid lanes, output rows, [(reference of logits, its rows)]), STEP rows at a time."""
+  def walk(self, block, sources, buffers, *bodies):
+    """Each body(valid lanes, output rows, [(reference of logits, its rows)]), STEP rows a time."""
 
     def group(width, g):
       first = g * self.product_rows
@@ -118,7 +120,9 @@ class Plan(NamedTuple):
         near = pl.ds(pl.multiple_of(k * STEP, STEP), STEP)
         rows = pl.ds(pl.multiple_of(first + k * STEP, STEP), STEP)
         pairs = zip(sources, buffers, strict=True)
-        body(width, rows, [(s[0], rows) if b is None else (b, near) for s, b in pairs])
+        views = [(s[0], rows) if b is None else (b, near) for s, b in pairs]
+        for body in bodies:
+          body(width, rows, views)
 
       jax.lax.fori_loop(0, self.product_rows // STEP, step, None)
 
@@ -148,9 +152,8 @@ def plan(
   linear = tuple(len(source) == 2 for source in sources)
   rows, size = sources[0][0].shape[0], sources[0][-1].shape[0 if linear[0] else 1]
   vmem = vmem_of(vmem_bytes)
-  # Outputs and normalisers have two buffers; sums that two sweeps share are kept apart from them.
-  columns = 2 * (fields + 1) if sweeps == 1 else fields + 4
-  block_rows, block_size = block or _fit(sources, columns, rows, vmem - SPARE_VMEM, cores)
+  # The output and what is given of each row have two buffers, the sums one.
+  block_rows, block_size = block or _fit(sources, fields + 4, rows, vmem - SPARE_VMEM, cores)
   block_size = min(up(block_size, LANES), up(size, LANES))
   product_rows = STEP
   if any(linear):
@@ -246,31 +249,26 @@ def scale_of(refs, scaled):
   return (refs[0][0, 0] if scaled else 1.0), refs[scaled:]
 
 
-def run(kernel, plan, sources, given, fields, temperature, interpret, work):
-  """Runs a kernel over `plan`. `work`: see `cost`.
+def run(kernel, plan, sources, given, fields, columns, temperature, interpret, work):
+  """[columns, shares, N]: what a kernel packs from its `fields` sums per lane. `work`: see `cost`.
 
-  Returns [shares, fields, N, 128] sums per lane; of two sweeps [N, 128], what the kernel packs from
-  the sums that it keeps in scratch.
+  `given` is [columns of each row of N], or empty.
   """
   factor, factor_spec = scale(temperature)
+  given = [jnp.stack([x.astype(jnp.float32) for x in given], 1)] if given else []
   given_spec = [pl.BlockSpec((plan.block_rows, x.shape[1]), lambda s, i, *_: (i, 0)) for x in given]
   sums = fields, plan.block_rows, LANES
-  if plan.sweeps == 1:
-    out, kept = (plan.shares, fields, plan.rows, LANES), []
-    out_spec = pl.BlockSpec((None, *sums), lambda s, i, t, j: (s, 0, i, 0))
-  else:
-    out, kept = (plan.rows, LANES), [pltpu.VMEM(sums, jnp.float32)]
-    out_spec = pl.BlockSpec(sums[1:], lambda s, i, t, j: (i, 0))
+  out = plan.shares, plan.rows, LANES
   products = [s for s in sources if len(s) == 2]
   depth = sum(s[0].shape[1] for s in [*products, *products[: plan.sweeps - 1]])
-  return call(
+  found = call(
     functools.partial(kernel, plan=plan, scaled=len(factor)),
     [*factor, *(x for s in sources for x in s), *given],
     grid=plan.grid,
     in_specs=[*factor_spec, *plan.specs(sources), *given_spec],
-    out_specs=out_spec,
+    out_specs=pl.BlockSpec((None, *sums[1:]), lambda s, i, t, j: (s, i, 0)),
     out=out,
-    scratch_shapes=[*kept, *plan.scratch()],
+    scratch_shapes=[pltpu.VMEM(sums, jnp.float32), *plan.scratch()],
     semantics=('parallel', 'parallel', 'arbitrary', 'arbitrary'),
     vmem_bytes=plan.vmem,
     cost=cost(
@@ -280,6 +278,17 @@ def run(kernel, plan, sources, given, fields, temperature, interpret, work):
     ),
     interpret=interpret,
   )
+  return columns_of(found, columns)
+
+
+def columns_of(packed, count: int):
+  """[count, ...] of [..., N, 128]: the first `count` lanes, each as an array of its own.
+
+  The layout has them all copied in one read; slices would each read 512 bytes a row.
+  """
+  found = jnp.moveaxis(packed[..., :count], -1, 0)
+  rows_last = layout.Layout(major_to_minor=tuple(range(found.ndim)))
+  return layout.with_layout_constraint(found, rows_last)
 
 
 def cost(entries, work, moved):
