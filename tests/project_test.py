@@ -1,6 +1,7 @@
 """The project's own rules: pins, imports, sizes and the files that build and check it."""
 
 import ast
+import importlib
 import os
 import pathlib
 import re
@@ -165,3 +166,18 @@ def test_examples_are_reproducible():
 def test_annotations_are_checked():
   with pytest.raises(Exception, match='(?i)type'):
     surrogates.aggregate('three', jnp.ones((1, 1), bool), jnp.ones(1, bool))
+
+
+def test_every_claim_names_code_and_tests_that_exist():
+  text = (ROOT / 'CLAIMS.md').read_text()
+  tests = re.findall(r'`(?:tests/)?(\w+_test\.py)::(\w+)`', text)
+  assert len(tests) > 60
+  for file, test in tests:
+    assert f'\ndef {test}(' in (ROOT / 'tests' / file).read_text(), (file, test)
+  functions = re.findall(r'`(\w+)\.(\w+)`', text)
+  assert len(functions) > 60
+  for module, function in functions:
+    if function != 'md':
+      assert hasattr(importlib.import_module(f'trm_jax.{module}'), function), (module, function)
+  for path in re.findall(r'`((?:tests|trm_jax|experiments)/\w+\.py)`', text):
+    assert (ROOT / path).exists(), path
