@@ -11,7 +11,7 @@ a surrogate certificate fires more often than importance sampling by more than t
 Honest caveat: limits, budgets and bands are read off the exact policies, so that nothing is
 rejected: the kindest choice for the certificates that need them.
 
-    python -m experiments.certificate_coverage                   # about four minutes on two cores
+    python -m experiments.certificate_coverage                   # about eight minutes on two cores
     python -m experiments.certificate_coverage --repeats 100     # a first look
 """
 
@@ -358,6 +358,8 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
   axes[0].set(
     title='Lowest coverage over all scenarios', xlabel='rows N', xscale='log', ylim=(-0.03, 1.03)
   )
+  axes[0].set_xticks(sizes, [str(n) for n in sizes])
+  axes[0].minorticks_off()
   axes[0].legend(fontsize=7, loc='lower right', title='dotted: asymptotic', title_fontsize=7)
   size = sizes[len(sizes) // 2]
   height = 0.8 / len(shown)
