@@ -1,6 +1,7 @@
 """Methods: which surrogate, anchor, weight and mask an arm is made of, and what it refuses."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from trm_jax import method as mt
+from trm_jax import trust_region
 from trm_jax.types import Divergences, InputError
 
 G, B, T = 4, 8, 5
@@ -30,6 +32,7 @@ def scored(seed=0):
       tv=f32(rng.uniform(0, 0.3, (B, T))),
       log_ratio=f32(logp - rollout),
       entropy=f32(np.ones((B, T))),
+      chi2=f32(rng.exponential(0.2, (B, T))),
     ),
     usable=jnp.ones(B, bool),
     valid=jnp.asarray(np.arange(T)[None] < lengths[:, None]),
@@ -183,6 +186,34 @@ def test_penalty_scope_and_denominator():
 
 
 @pytest.mark.parametrize(
+  'name, limit', [('mean_deviation', 0.4), ('length_neutral', 0.35), ('chi2_budget', 0.6)]
+)
+def test_length_limits_are_those_of_the_trust_region(name, limit):
+  s, weights = scored(), dict(epsilon=0.15, delta=0.08)
+  options = {f'length_neutral_{k}': v for k, v in weights.items()}
+  kept = objective(mt.Method(**{name: limit}, **options), s)[1]
+  criterion = functools.partial(getattr(trust_region, name), limit=limit)
+  if name == 'length_neutral':
+    criterion = functools.partial(criterion, **weights)
+  np.testing.assert_array_equal(kept, criterion(s.divergences, s.valid))
+  assert 0 < kept.sum() < B
+  # Beside another limit, both must hold; at the same rate, the control keeps as many.
+  both = objective(mt.Method(**{name: limit}, **options, max_kl=0.25), s)[1]
+  largest = np.where(s.valid, s.divergences.kl, 0).max(-1)
+  np.testing.assert_array_equal(both, np.asarray(kept) & (largest <= 0.25))
+  control = objective(mt.Method(**{name: limit}, **options, random_mask=True), s)[1]
+  assert control.sum() == kept.sum()
+
+
+def test_a_budget_needs_exact_chi2():
+  s = scored()
+  core = dataclasses.replace(s, divergences=dataclasses.replace(s.divergences, chi2=None))
+  with pytest.raises(InputError, match='full=True'):
+    objective(mt.Method(chi2_budget=1.0), core)
+  assert objective(mt.Method(max_kl=100.0), core)[1].all()
+
+
+@pytest.mark.parametrize(
   'setting, word',
   [
     (dict(max_kl=0.0), 'max_kl'),
@@ -198,6 +229,12 @@ def test_penalty_scope_and_denominator():
     (dict(clip_high=0.0), 'clip_high'),
     (dict(max_ratio=0.0), 'max_ratio'),
     (dict(kl_coefficient=-0.1), 'kl_coefficient'),
+    (dict(length_neutral=0.0), 'length_neutral=0.0'),
+    (dict(mean_deviation=-0.1), 'mean_deviation=-0.1'),
+    (dict(chi2_budget=float('nan')), 'chi2_budget=nan'),
+    (dict(length_neutral_delta=0.0), 'length_neutral_delta=0.0'),
+    (dict(length_neutral_epsilon=-1.0), 'length_neutral_epsilon=-1.0'),
+    (dict(length_neutral_epsilon=1.5), 'length_neutral_epsilon=1.5'),
   ],
 )
 def test_contradictions_are_named(setting, word):

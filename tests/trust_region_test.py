@@ -12,13 +12,33 @@ import oracles
 import pytest
 from jax import P
 
-from trm_jax import sharding
+from trm_jax import bounds, sharding, surrogates
+from trm_jax import divergences as dv
 from trm_jax import trust_region as tr
 from trm_jax.types import Divergences, InputError
 
 MESHES = [(4, 2), (1, 8), (8, 1)]
 SEEDS = st.integers(0, 2**20)
 B, T = 16, 6
+
+WEIGHTS = dict(epsilon=0.15, delta=0.08)
+length_neutral = functools.partial(tr.length_neutral, **WEIGHTS)
+
+
+def deviation(log_ratio):
+  return np.abs(np.exp(oracles.f64(log_ratio)) - 1)
+
+
+def future_deviation(log_ratio, valid, epsilon=0.15, delta=0.08, horizon=None):
+  """W / Z token by token, T - t counted in the row's own tokens."""
+  found = []
+  for x, own in zip(deviation(log_ratio), valid, strict=True):
+    x = x[own]
+    length = horizon or len(x)
+    w = [min(1, r * epsilon, (r * delta / 2) ** 0.5) for r in range(length - 1, -1, -1)]
+    found.append(sum(a * b for a, b in zip(x, w, strict=False)) / (sum(w) or 1))
+  return np.array(found)
+
 
 # Criterion, the field it reads, its statistic per row in float64.
 CRITERIA = [
@@ -27,6 +47,9 @@ CRITERIA = [
   (tr.max_tv, 'tv', lambda x, v: oracles.max_over_tokens(x, v)),
   (tr.max_k2, 'log_ratio', lambda x, v: oracles.max_over_tokens(oracles.k2(x), v)),
   (tr.mean_k3, 'log_ratio', lambda x, v: oracles.mean_over_tokens(oracles.k3(x), v)),
+  (length_neutral, 'log_ratio', future_deviation),
+  (tr.mean_deviation, 'log_ratio', lambda x, v: oracles.mean_over_tokens(deviation(x), v)),
+  (tr.chi2_budget, 'chi2', lambda x, v: np.where(v, oracles.f64(x), 0).sum(-1)),
 ]
 BATTERY = pytest.mark.parametrize('criterion, field, statistic', CRITERIA)
 
@@ -38,7 +61,8 @@ def case(seed=0):
   kl = 0.01 * spread * jax.random.exponential(keys[1], (B, T))
   sign = jnp.sign(jax.random.normal(keys[2], (B, T)))
   lengths = jax.random.randint(keys[3], (B, 1), 1, T + 1).at[-1].set(0)
-  found = Divergences(kl=kl, tv=jnp.sqrt(kl / 2), log_ratio=sign * jnp.sqrt(2 * kl), entropy=kl)
+  ratio = sign * jnp.sqrt(2 * kl)
+  found = Divergences(kl=kl, tv=jnp.sqrt(kl / 2), log_ratio=ratio, entropy=kl, chi2=2 * kl)
   return found, jnp.arange(T)[None] < lengths
 
 
@@ -73,7 +97,8 @@ def test_matches_the_oracle(criterion, field, statistic, seed, quantile):
 def test_keeps_all_none_or_exactly_the_violating_row(criterion, field, statistic):
   d, _ = case()
   valid = jnp.ones((B, T), bool)
-  # One token of row 5 is 1 in the field: statistics 1, 1/6, 1, 1/2 and (e - 2)/6.
+  # One token of row 5 is 1 in the field: statistics 1, 1/6, 1, 1/2, (e - 2)/6, .283 (e - 1)/1.627,
+  # (e - 1)/6 and 1, the others at least 1e-5.
   x = jnp.full((B, T), 0.01).at[5, 3].set(1.0)
   d = put(d, field, x)
   row = jnp.arange(B) == 5
@@ -87,10 +112,12 @@ def test_the_limit_itself_is_inside(criterion, field, statistic):
   # log_ratio = 1/2 gives k2 = 1/8 exactly; a mean over a power of two tokens is exact.
   d = put(case()[0], field, jnp.full((B, T), 0.5))
   valid = jnp.arange(T)[None] < jnp.full((B, 1), 4)
-  value = {'kl': 0.5, 'tv': 0.5, 'log_ratio': 0.125}[field]
-  if criterion is tr.mean_k3:
-    value = float(np.float32(np.exp(0.5) - 1.5))
-    assert criterion(d, valid, limit=value + 1e-7).all()
+  value = {'kl': 0.5, 'tv': 0.5, 'log_ratio': 0.125, 'chi2': 2.0}[field]
+  rounded = {tr.mean_k3: np.exp(0.5) - 1.5}
+  rounded |= dict.fromkeys((tr.mean_deviation, length_neutral), np.exp(0.5) - 1)
+  if criterion in rounded:
+    value = float(np.float32(rounded[criterion]))
+    assert criterion(d, valid, limit=value + 2e-7).all()
   else:
     assert criterion(d, valid, limit=value).all()
   assert not criterion(d, valid, limit=value - 1e-6).any()
@@ -174,6 +201,163 @@ def test_sampled_criteria_err_on_both_sides():
   assert not tr.max_kl(outside, valid, limit=0.05) and tr.max_k2(outside, valid, limit=0.05)
 
 
+# Length-neutral criteria and the chi-square budget.
+
+
+def test_hand_computed_length_neutral_statistics():
+  # T = 5: w = [.4, .346410, .282843, .15, 0], Z = 1.179253, W = .119641, W / Z = .101455, SER .2.
+  d, valid = sampled(1.1, 0.9, 1, 1.3, 0.5)
+  np.testing.assert_allclose(
+    bounds.future_weights(T=5, **WEIGHTS), [0.4, 0.346410, 0.282843, 0.15, 0], atol=1e-6
+  )
+  found = tr.future_deviation(d.log_ratio, valid, **WEIGHTS)
+  np.testing.assert_allclose(found, 0.119641 / 1.179253, rtol=1e-5)
+  assert length_neutral(d, valid, limit=0.10146) and not length_neutral(d, valid, limit=0.10145)
+  assert tr.mean_deviation(d, valid, limit=0.20001)
+  assert not tr.mean_deviation(d, valid, limit=0.19999)
+
+
+@hypothesis.given(seed=SEEDS, horizon=st.sampled_from([None, T, 3 * T]))
+def test_future_deviation_counts_own_tokens(seed, horizon):
+  # Holes in `valid` are tool tokens: no policy chose them, so they are in nobody's future.
+  d, _ = case(seed)
+  valid = jax.random.bernoulli(jax.random.key(seed + 1), 0.7, (B, T))
+  got = tr.future_deviation(d.log_ratio, valid, **WEIGHTS, horizon=horizon)
+  want = future_deviation(d.log_ratio, np.asarray(valid), horizon=horizon)
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
+
+
+def test_a_fixed_horizon_gives_the_last_token_weight():
+  d, valid = sampled(1, 1, 5.0)
+  assert length_neutral(d, valid, limit=1e-9)
+  fixed = functools.partial(length_neutral, horizon=5)
+  # w = [.4, .346410, .282843, .15, 0], Z = 1.179253, W = 4 * .282843.
+  assert fixed(d, valid, limit=0.9595) and not fixed(d, valid, limit=0.9593)
+
+
+def test_rows_of_one_token_have_no_future():
+  for ratio in (1e-6, 1.0, 1e6):
+    assert length_neutral(*sampled(ratio), limit=1e-6)
+  for log_ratio in (jnp.nan, jnp.inf, -jnp.inf):
+    assert not length_neutral(*sampled(float(jnp.exp(log_ratio))), limit=1e9)
+
+
+@pytest.mark.parametrize('criterion', [length_neutral, tr.mean_deviation])
+def test_a_token_the_policy_excludes_rejects(criterion):
+  # ratio 0: the deviation itself would be 1, and the engine sampled what the policy cannot.
+  d, valid = case()
+  zero = put(d, 'log_ratio', jnp.zeros((B, T)).at[3, 0].set(-jnp.inf))
+  np.testing.assert_array_equal(criterion(zero, valid, limit=100.0), jnp.arange(B) != 3)
+
+
+@pytest.mark.parametrize(
+  'bad, word',
+  [
+    (dict(epsilon=0, delta=0.1), 'epsilon=0'),
+    (dict(epsilon=0.1, delta=-1.0), 'delta=-1.0'),
+    (dict(epsilon=0.1, delta=math.nan), 'delta=nan'),
+    (dict(epsilon=1.5, delta=0.1), 'epsilon=1.5'),
+    (dict(epsilon=0.1, delta=0.1, horizon=5), 'horizon=5'),
+    (dict(epsilon=0.1, delta=0.1, horizon=0), 'T=0'),
+  ],
+)
+def test_weights_that_mean_nothing_are_refused(bad, word):
+  with pytest.raises(InputError, match=word):
+    tr.length_neutral(*case(), limit=0.1, **bad)
+
+
+def test_mean_deviation_estimates_twice_the_total_variation():
+  # E|ratio - 1| = 2 TV under rollout samples: one context, rollout (.7, .2, .1), TV .1.
+  rollout, policy = jnp.log(jnp.array([0.7, 0.2, 0.1])), jnp.log(jnp.array([0.6, 0.25, 0.15]))
+  tokens = jax.random.categorical(jax.random.key(0), rollout, shape=(40_000,))
+  found = tr.deviation((policy - rollout)[tokens])
+  # Standard deviation of |ratio - 1| is .12: five standard errors are .003.
+  np.testing.assert_allclose(found.mean(), 0.2, atol=0.003)
+
+
+def test_the_budget_reads_exact_chi2():
+  logits = (
+    jax.random.normal(jax.random.key(0), (2, 3, T, 7)) * jnp.array([1.0, 0.7])[:, None, None, None]
+  )
+  tokens, valid = jnp.zeros((3, T), int), jnp.ones((3, T), bool)
+  spent = oracles.chi2(*np.asarray(logits)).sum(-1)
+  found = dv.statistics(*logits, tokens, full=True).divergences()
+  for scale in (0.9999, 1.0001):  # a limit for each row
+    limit = jnp.asarray(scale * spent, jnp.float32)
+    np.testing.assert_array_equal(tr.chi2_budget(found, valid, limit=limit), scale > 1)
+  core = dv.statistics(*logits, tokens).divergences()
+  for criterion in (tr.chi2_budget, tr.prefix_chi2_budget):
+    with pytest.raises(InputError, match='full=True'):
+      criterion(core, valid, limit=1.0)
+
+
+def test_identical_policies_are_inside_at_any_limit():
+  logits = jax.random.normal(jax.random.key(0), (B, T, 7))
+  found = dv.statistics(logits, logits, jnp.zeros((B, T), int), full=True).divergences()
+  for criterion, _, _ in CRITERIA:
+    assert criterion(found, jnp.ones((B, T), bool), limit=1e-9).all()
+
+
+# Prefixes.
+
+PREFIXES = [
+  (tr.prefix_max_kl, tr.max_kl, 'kl', 0.05, lambda x: x),
+  (tr.prefix_chi2_budget, tr.chi2_budget, 'chi2', 0.2, np.cumsum),
+]
+PREFIX = pytest.mark.parametrize('criterion, whole, field, limit, so_far', PREFIXES)
+
+
+@PREFIX
+@hypothesis.given(seed=SEEDS)
+def test_prefix_ends_before_the_first_token_outside(criterion, whole, field, limit, so_far, seed):
+  d, _ = case(seed)
+  valid = jax.random.bernoulli(jax.random.key(seed + 1), 0.7, (B, T))
+  got = criterion(d, valid, limit=limit)
+  for row, x, own in zip(got, oracles.f64(getattr(d, field)), np.asarray(valid), strict=True):
+    inside = so_far(x[own]) <= limit
+    first = inside.argmin() if not inside.all() else len(inside)
+    np.testing.assert_array_equal(row[own], np.arange(len(inside)) < first)
+  assert (got[:, 1:] <= got[:, :-1]).all()
+  # A row inside as a whole keeps all of its tokens, and no other does.
+  np.testing.assert_array_equal((got | ~valid).all(-1), whole(d, valid, limit=limit))
+
+
+@PREFIX
+def test_prefix_by_hand(criterion, whole, field, limit, so_far):
+  x = jnp.array([[0.04, 0.06, 0.01], [0.04, 0.01, 0.2], [0.01, 0.01, 0.01]])
+  d = Divergences(*[jnp.zeros_like(x)] * 5)
+  d = Divergences(**{**vars(d), field: x})
+  want = [[True, False, False], [True, True, False], [True, True, True]]
+  limit = 0.05 if field == 'kl' else 0.0600001
+  np.testing.assert_array_equal(criterion(d, jnp.ones((3, 3), bool), limit=limit), want)
+
+
+@PREFIX
+@pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
+def test_prefix_stops_at_broken_numbers_and_skips_padding(
+  criterion, whole, field, limit, so_far, bad
+):
+  d = put(case()[0], field, jnp.zeros((B, T)).at[:, 2].set(bad))
+  every = jnp.ones((B, T), bool)
+  got = criterion(d, every, limit=math.inf)
+  np.testing.assert_array_equal(got, jnp.broadcast_to(jnp.arange(T) < 2, (B, T)))
+  assert criterion(d, every.at[:, 2].set(False), limit=1e-6).all()
+  with pytest.raises(InputError, match='must be > 0'):
+    criterion(d, every, limit=0)
+  weigh = lambda d: jnp.where(criterion(d, every, limit=1.0), 2.0, 1.0).sum()
+  np.testing.assert_array_equal(getattr(jax.grad(weigh)(d), field), 0)
+
+
+def test_prefix_masks_tokens_of_the_loss():
+  d, valid = case()
+  keep = tr.prefix_max_kl(d, valid, limit=0.05) & tr.prefix_chi2_budget(d, valid, limit=0.3)
+  value = jnp.where(d.kl > 0.05, jnp.nan, d.log_ratio)
+  assert 0 < (keep & valid).sum() < valid.sum()
+  got = surrogates.aggregate(value, valid, keep)
+  np.testing.assert_allclose(got.total, np.asarray(d.log_ratio)[keep & valid].sum(), rtol=1e-5)
+  assert got.count == B
+
+
 @BATTERY
 @pytest.mark.parametrize('limit', [0, 0.0, -0.1, -1, math.nan])
 def test_limits_that_accept_nothing_are_refused(criterion, field, statistic, limit):
@@ -186,11 +370,11 @@ def test_limits_that_accept_nothing_are_refused(criterion, field, statistic, lim
 
 def all_criteria():
   return [functools.partial(c, limit=limit) for c, limit in zip(
-    [c for c, _, _ in CRITERIA], [0.05, 0.02, 0.15, 0.03, 0.01], strict=True
+    [c for c, _, _ in CRITERIA], [0.05, 0.02, 0.15, 0.03, 0.01, 0.2, 0.2, 0.3], strict=True
   )]  # fmt: skip
 
 
-@hypothesis.given(seed=SEEDS, order=st.permutations(range(5)))
+@hypothesis.given(seed=SEEDS, order=st.permutations(range(len(CRITERIA))))
 def test_intersection_commutes_and_is_idempotent(seed, order):
   d, valid = case(seed)
   parts = all_criteria()
@@ -245,7 +429,8 @@ def test_masks_carry_no_gradient():
     weigh = lambda d, c=criterion: jnp.where(c(d, valid), 2.0, 1.0).sum()
     for leaf in jax.tree.leaves(jax.grad(weigh)(d)):
       np.testing.assert_array_equal(leaf, 0)
-  for reduce in (tr.max_over_tokens, tr.mean_over_tokens):
+  future = functools.partial(tr.future_deviation, **WEIGHTS)
+  for reduce in (tr.max_over_tokens, tr.mean_over_tokens, tr.sum_over_tokens, future):
     np.testing.assert_array_equal(jax.grad(lambda x, f=reduce: f(x, valid).sum())(d.kl), 0)
 
 
@@ -255,7 +440,7 @@ def test_jit_vmap_traced_limits_and_strict_promotion():
   want = keep(d, valid)
   np.testing.assert_array_equal(jax.jit(keep)(d, valid), want)
   halves = [x.reshape(2, B // 2, T) for x in (*vars(d).values(), valid)]
-  mapped = jax.vmap(lambda *x: keep(Divergences(*x[:4]), x[4]))
+  mapped = jax.vmap(lambda *x: keep(Divergences(*x[:5]), x[5]))
   np.testing.assert_array_equal(mapped(*halves).reshape(B), want)
   traced = jax.jit(lambda limit: tr.max_kl(d, valid, limit=limit))(0.05)
   np.testing.assert_array_equal(traced, tr.max_kl(d, valid, limit=0.05))
@@ -266,7 +451,7 @@ def test_jit_vmap_traced_limits_and_strict_promotion():
 
 
 def whole_mask(d, valid, key, axis_name=None):
-  keep = tr.all_of(*all_criteria()[:2])(d, valid)
+  keep = tr.all_of(*all_criteria()[:2], *all_criteria()[5:])(d, valid)
   control = tr.permuted(keep, key, axis_name=axis_name)
   return keep, control
 
@@ -314,9 +499,9 @@ def test_rows_split_over_a_mesh(mesh):
 def test_rows_split_over_a_named_axis(mapped):
   d, valid = case()
   key = jax.random.key(3)
-  blocks = jnp.stack([*vars(d).values(), valid * 1.0]).reshape(5, 8, B // 8, T)
+  blocks = jnp.stack([*vars(d).values(), valid * 1.0]).reshape(6, 8, B // 8, T)
   run = mapped(
-    lambda x: whole_mask(Divergences(*x[:4]), x[4] > 0, key, 'data'), axis_name='data', in_axes=1
+    lambda x: whole_mask(Divergences(*x[:5]), x[5] > 0, key, 'data'), axis_name='data', in_axes=1
   )
   for g, w in zip(run(blocks), whole_mask(d, valid, key), strict=True):
     np.testing.assert_array_equal(g.reshape(B), w)

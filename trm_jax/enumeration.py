@@ -386,6 +386,7 @@ def rows(world: World) -> Rows:
     tv=column(stats.tv),
     log_ratio=column(found.log_ratio),
     entropy=column(stats.entropy),
+    chi2=column(stats.chi2),
   )
   return Rows(
     rollout_mass=descend(world.prompts, found.rollout)[1].reshape(-1),

@@ -24,6 +24,17 @@ from trm_jax import advantages as adv
 from trm_jax import importance, surrogates, trust_region
 from trm_jax.types import Divergences, InputError, Mean
 
+LIMITS = (
+  'max_kl',
+  'mean_kl',
+  'max_tv',
+  'max_k2',
+  'mean_k3',
+  'length_neutral',
+  'mean_deviation',
+  'chi2_budget',
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
@@ -53,6 +64,16 @@ class Method:
   max_k2: float | None = None
   # ... while its mean sampled k3 is at most this (no certificate).
   mean_k3: float | None = None
+  # ... while its mean |ratio - 1|, weighted by what the rest of the response can still change, is
+  # at most this (LN-TRM).
+  length_neutral: float | None = None
+  # Limits on token KL (nats) and token TV behind the weights of length_neutral.
+  length_neutral_delta: float = 1e-4
+  length_neutral_epsilon: float = 5e-3
+  # ... while its mean |ratio - 1| is at most this (SER; the paper: 0.03 to 0.1).
+  mean_deviation: float | None = None
+  # ... while the sum of its tokens' chi2(policy || rollout) is at most this; costs exact chi2.
+  chi2_budget: float | None = None
   # Let the max_kl limit follow past batches so that about this share is accepted (0..1); max_kl is
   # then its first value. None = fixed.
   accept: float | None = None
@@ -76,7 +97,7 @@ class Method:
   missing: importance.Missing = 'reject'
 
   def __post_init__(self):
-    for name in ('max_kl', 'mean_kl', 'max_tv', 'max_k2', 'mean_k3'):
+    for name in LIMITS:
       limit = getattr(self, name)
       if limit is not None and not limit > 0:
         raise InputError(
@@ -108,9 +129,14 @@ class Method:
         "method.baseline_pool='loo_accepted' with method.advantage='group_relative' divides by the"
         " deviation of the other rows, which may be 0; use advantage 'centred' or 'leave_one_out'."
       )
-    for name in ('max_ratio', 'clip_high'):
+    for name in ('max_ratio', 'clip_high', 'length_neutral_delta', 'length_neutral_epsilon'):
       if not getattr(self, name) > 0:
         raise InputError(f'method.{name}={getattr(self, name)} must be > 0.')
+    if self.length_neutral_epsilon > 1:
+      raise InputError(
+        f'method.length_neutral_epsilon={self.length_neutral_epsilon} is a total variation: at most'
+        ' 1.'
+      )
     if not 0 <= self.clip_low <= 1:
       raise InputError(f'method.clip_low={self.clip_low} must lie in 0..1.')
     if not self.kl_coefficient >= 0:
@@ -119,8 +145,7 @@ class Method:
   @property
   def limits(self) -> dict[str, float]:
     """The limits that are set."""
-    names = ('max_kl', 'mean_kl', 'max_tv', 'max_k2', 'mean_k3')
-    return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+    return {n: getattr(self, n) for n in LIMITS if getattr(self, n) is not None}
 
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
@@ -162,9 +187,14 @@ def keep(
   limits = method.limits
   if method.accept is not None:
     limits['max_kl'] = limit
-  inside = trust_region.all_of(
-    *(functools.partial(getattr(trust_region, name), limit=value) for name, value in limits.items())
-  )(scored.divergences, scored.valid)
+  weights = dict(epsilon=method.length_neutral_epsilon, delta=method.length_neutral_delta)
+  criteria = [
+    functools.partial(
+      getattr(trust_region, name), limit=value, **(weights if name == 'length_neutral' else {})
+    )
+    for name, value in limits.items()
+  ]
+  inside = trust_region.all_of(*criteria)(scored.divergences, scored.valid)
   if method.random_mask:
     inside = trust_region.permuted(inside & scored.usable, key, axis_name=axis_name)
   return inside & scored.usable

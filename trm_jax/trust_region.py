@@ -5,6 +5,21 @@ A criterion is a function of (divergences, valid) with its limit bound by `funct
     criterion = functools.partial(trust_region.max_kl, limit=0.2)
     keep = trust_region.all_of(criterion, other)(divergences, valid)
 
+| criterion        | statistic of a row         | noise, longer rows | certifies               |
+| ---------------- | -------------------------- | ------------------ | ----------------------- |
+| `max_kl`         | max_t KL                   | rejects more       | delta where it went     |
+| `max_tv`         | max_t TV                   | rejects more       | epsilon where it went   |
+| `mean_kl`        | mean_t KL                  | about constant     | no single token         |
+| `chi2_budget`    | sum_t chi2                 | rejects more       | an error free of T      |
+| `length_neutral` | weighted mean of deviation | about constant     | E[W], given both limits |
+| `mean_deviation` | mean_t deviation           | about constant     | the linear bound        |
+| `max_k2`         | max_t k2                   | rejects more       | nothing                 |
+| `mean_k3`        | mean_t k3                  | about constant     | nothing                 |
+
+deviation = |ratio - 1| of the sampled token. `trm_jax.calibration` sets limits that accept the same
+share at every length. `prefix_*` keep tokens [B, T] before the first context outside, for
+`surrogates.aggregate`.
+
 Every statistic is taken over the original `valid` tokens, so criteria commute under AND. A sequence
 without valid tokens is kept (it has nothing to reject); NaN or inf on a valid token rejects; what
 padding holds never matters. No gradient flows through a mask. arXiv 2512.23075, sections 4-5.
@@ -16,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
+from trm_jax import bounds
 from trm_jax import divergences as dv
 from trm_jax.types import Divergences, InputError
 
@@ -34,7 +50,65 @@ def mean_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float
   return jnp.where(valid, x, 0).sum(-1) / jnp.maximum(valid.sum(-1), 1).astype(x.dtype)
 
 
-def _within(statistic: Float[Array, 'B'], limit) -> Bool[Array, 'B']:
+def sum_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B']:
+  """Sum over the valid tokens of each row; 0 for an empty row."""
+  return jnp.where(valid, jax.lax.stop_gradient(x), 0).sum(-1)
+
+
+def deviation(log_ratio: Float[Array, '*s']) -> Float[Array, '*s']:
+  """|ratio - 1| in [0, inf]; inf for an infinite log_ratio of either sign, NaN where missing."""
+  return jnp.where(jnp.isinf(log_ratio), jnp.inf, jnp.abs(jnp.expm1(log_ratio)))
+
+
+def future_deviation(
+  log_ratio: Float[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  *,
+  epsilon,
+  delta,
+  horizon: int | None = None,
+) -> Float[Array, 'B']:
+  """Mean deviation of each row, weighted by what the future of a token can still change.
+
+      W / Z,   W = sum_t |ratio_t - 1| w_t,   w_t = min(1, (T-t) epsilon, sqrt((T-t) delta/2))
+
+  Z = sum_t w_t, and W where Z = 0. T is the row's own length (the paper), or `horizon`, a static
+  int >= the slots: contexts do not know how long their row becomes, so only a fixed T makes w_t a
+  constant, as a certificate needs. epsilon and delta as in `bounds.future_weights`. Raises
+  InputError for a weight of 0 everywhere or a horizon that is too short.
+  """
+  for name, value in (('epsilon', epsilon), ('delta', delta)):
+    if isinstance(value, int | float) and not value > 0:
+      raise InputError(f'{name}={value} must be > 0: otherwise no token has any weight.')
+  if horizon is not None and bounds.horizon(horizon) < valid.shape[-1]:
+    raise InputError(
+      f'horizon={horizon} is shorter than the {valid.shape[-1]} slots of a row: give the longest'
+      ' response.'
+    )
+  # Tokens of others (tools) have ratio 1 and KL 0, so they are no part of any future.
+  place = jnp.cumsum(valid, -1).astype(log_ratio.dtype)
+  after = (place[:, -1:] if horizon is None else horizon) - place
+  epsilon = bounds.real('epsilon', epsilon).astype(log_ratio.dtype)
+  weights = jnp.minimum(after * epsilon, bounds.spread(after, delta).astype(log_ratio.dtype))
+  total = sum_over_tokens(weights, valid)
+  if horizon is not None:
+    total = bounds.future_weights(T=horizon, epsilon=epsilon, delta=delta).sum()
+  # A broken ratio on the last token is NaN here: 0 * inf.
+  weighted = sum_over_tokens(deviation(log_ratio) * weights, valid)
+  return weighted / jnp.where(total > 0, total, 1)
+
+
+def chi2_of(divergences: Divergences) -> Float[Array, 'B T']:
+  """The exact chi2 of each context; InputError where the statistics do not hold it."""
+  if divergences.chi2 is None:
+    raise InputError(
+      'divergences.chi2 is None: pass full=True to divergences.statistics or'
+      ' linear_head.statistics.'
+    )
+  return divergences.chi2
+
+
+def _within(statistic: Float[Array, '*s'], limit) -> Bool[Array, '*s']:
   if isinstance(limit, int | float) and not limit > 0:
     raise InputError(f'limit={limit} must be > 0: nothing else lies inside the trust region.')
   # NaN compares False: a row that cannot be judged is rejected; an infinite one is at any limit.
@@ -70,6 +144,72 @@ def max_k2(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Boo
 def mean_k3(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Bool[Array, 'B']:
   """mean_t k3(log_ratio) <= limit: sampled estimate of TRM-Avg, certifies nothing."""
   return _within(mean_over_tokens(dv.k3(divergences.log_ratio), valid), limit)
+
+
+def length_neutral(
+  divergences: Divergences,
+  valid: Bool[Array, 'B T'],
+  *,
+  limit,
+  epsilon,
+  delta,
+  horizon: int | None = None,
+) -> Bool[Array, 'B']:
+  """LN-TRM: `future_deviation` <= limit, a weighted mean of |ratio - 1| (sampled).
+
+  Where epsilon and delta hold in all contexts |Error| <= 2 E[W], and a row kept has W <= limit Z.
+  The last token has weight 0: rows of one token are kept. arXiv 2512.23075, length-bias appendix.
+  """
+  found = future_deviation(
+    divergences.log_ratio, valid, epsilon=epsilon, delta=delta, horizon=horizon
+  )
+  return _within(found, limit)
+
+
+def mean_deviation(
+  divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
+) -> Bool[Array, 'B']:
+  """SER: mean_t |ratio_t - 1| <= limit, over the row's true length (sampled; the paper: 0.03..0.1).
+
+  A token that the policy has dropped (ratio -> 0) adds at most 1. |Error| <= 2 T E[mean deviation],
+  the linear bound. arXiv 2512.23075, length-bias appendix.
+  """
+  return _within(mean_over_tokens(deviation(divergences.log_ratio), valid), limit)
+
+
+def chi2_budget(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Bool[Array, 'B']:
+  """sum_t chi2(policy || rollout) <= limit: what the response as a whole may spend.
+
+  |Error| <= `sharp_bounds.budget_l2(limit)` ~ 0.35 limit on the part kept by `prefix_chi2_budget`,
+  whatever T is. Identical noise costs T times as much: let the limit grow with T. Needs exact chi2.
+  """
+  return _within(sum_over_tokens(chi2_of(divergences), valid), limit)
+
+
+def prefix(inside: Bool[Array, 'B T'], valid: Bool[Array, 'B T']) -> Bool[Array, 'B T']:
+  """Tokens before which, and at which, every valid token of the row is `inside`.
+
+  Never rises along a row. A function of the contexts up to t alone if `inside` is one, as exact
+  KL, TV and chi2 at a context are and the ratio of the token sampled there is not: then the policy
+  patched by the rollout after the first bad context obeys the limit everywhere, and certificates
+  need no assumption about contexts that were not visited.
+  """
+  return jnp.cumsum(valid & ~inside, -1) == 0
+
+
+def prefix_max_kl(
+  divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
+) -> Bool[Array, 'B T']:
+  """`max_kl` token by token: up to the first context whose KL exceeds the limit (nats)."""
+  return prefix(_within(jax.lax.stop_gradient(divergences.kl), limit), valid)
+
+
+def prefix_chi2_budget(
+  divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
+) -> Bool[Array, 'B T']:
+  """`chi2_budget` token by token: while sum_{s<=t} chi2(c_s) <= limit."""
+  chi2 = jax.lax.stop_gradient(chi2_of(divergences))
+  return prefix(_within(jnp.cumsum(jnp.where(valid, chi2, 0), -1), limit), valid)
 
 
 def all_of(*criteria: Criterion) -> Criterion:

@@ -106,12 +106,14 @@ class Divergences:
     tv: total variation in [0, 1], exact over the vocabulary.
     log_ratio: logp_policy - logp_rollout of the sampled token; NaN = missing.
     entropy: entropy of the policy in nats.
+    chi2: sum policy^2 / rollout - 1 in [0, inf], exact; None unless statistics were taken `full`.
   """
 
   kl: Float[Array, 'B T']
   tv: Float[Array, 'B T']
   log_ratio: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
+  chi2: Float[Array, 'B T'] | None = None
 
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
@@ -145,5 +147,5 @@ class Statistics:
     Give the engine's own report: a wrong report then shows in log_ratio beside an exact KL of 0.
     """
     reported = self.rollout_logp if rollout_logp is None else rollout_logp
-    found = Divergences(self.kl, self.tv, self.policy_logp - reported, self.entropy)
+    found = Divergences(self.kl, self.tv, self.policy_logp - reported, self.entropy, self.chi2)
     return jax.lax.stop_gradient(found)

@@ -173,6 +173,7 @@ def judge(
     rollout.tokens,
     rollout_logits=rollout.logits,
     temperature=settings.temperature,
+    full=any('chi2_budget' in method.limits for method in settings.methods),
     axis_name=vocab_axis,
   )
   found, logp = statistics.divergences(rollout.logp), statistics.policy_logp
@@ -363,10 +364,14 @@ def update(
   return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), reports)
 
 
+def _rows(x: Array) -> Array:
+  """Rows of all updates [R, B, ...] as one batch, on every device."""
+  return sharding.reshard(x).reshape(-1, *x.shape[2:])
+
+
 def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Settings) -> TrainState:
   """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
-  flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
-  kl, valid = flat(reports.scored.divergences.kl), flat(reports.scored.valid)
+  kl, valid = _rows(reports.scored.divergences.kl), _rows(reports.scored.valid)
   # A floor above float32 noise: a healthy batch must not pull the limit to where nothing passes.
   largest = jnp.maximum(trust_region.max_over_tokens(kl, valid), LIMIT_FLOOR)
 
@@ -384,10 +389,7 @@ def summarise(
   reports: Report, settings: Settings
 ) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
   """(scalars of the step, rows whose policy log-probs are not finite) from stacked reports."""
-  flat = lambda x: sharding.reshard(x).reshape(-1, *x.shape[2:])
-  scored, keep, missing = (
-    jax.tree.map(flat, t) for t in (reports.scored, reports.keep, reports.missing)
-  )
+  scored, keep, missing = jax.tree.map(_rows, (reports.scored, reports.keep, reports.missing))
   fresh = keep.size // settings.epochs
   scalars = metrics.summarise(scored, keep, missing, samples=settings.samples, fresh=fresh)
   scalars |= {
