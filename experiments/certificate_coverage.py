@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import command, figures, known_pairs, report
-from trm_jax import certificate, confidence, recording, trust_region
+from trm_jax import certificate, confidence, prefixes, recording, trust_region
 from trm_jax import surrogate_certificate as sc
 from trm_jax.types import Divergences, InputError
 
@@ -80,13 +80,13 @@ class CertificateCoverage:
       raise InputError(f'sizes={self.sizes} must be multiples of 16, at least 32.')
 
 
-def limits_of(it: known_pairs.Scenario) -> tuple[sc.Limits, float]:
+def limits_of(it: known_pairs.Scenario) -> tuple[prefixes.Limits, float]:
   """(limits that reject nothing, a limit on the mean KL that rejects a tenth), exactly."""
   seen = it.mass > 0
   rows = {k: v[seen] for k, v in it.rows.items()}
   slack = 1 + 1e-4  # float32 rows
   before = np.cumsum(rows['log_ratio'], -1) - rows['log_ratio']
-  limits = sc.Limits(
+  limits = prefixes.Limits(
     max_kl=float(rows['kl'].max() * slack),
     max_tv=min(1.0, float(rows['tv'].max() * slack)),
     max_chi2=float(rows['chi2'].max() * slack),
@@ -105,12 +105,12 @@ def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
 
   def region(rows):
     keys = ('log_ratio', 'valid', 'kl', 'tv', 'chi2')
-    return sc.patch(**{k: rows[k] for k in keys}, limits=limits), rows['reward']
+    return prefixes.patch(**{k: rows[k] for k in keys}, limits=limits), rows['reward']
 
   def by_surrogate(make, penalty):
     def judge(old, _):
       patched, reward = region(old)
-      return make(patched, reward, penalty(patched), alpha=alpha).lower
+      return make(patched, reward, penalty, samples=1, alpha=alpha).lower
 
     return judge
 
@@ -118,11 +118,16 @@ def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
     patched, reward = region(old)
     seen = Divergences(old['kl'], old['tv'], old['log_ratio'], 0 * old['kl'])
     keep = criterion(seen, old['valid'])
-    penalty = sc.tv_penalty(patched)
-    return sc.first_order(patched, reward, penalty, alpha=alpha, keep=keep).lower
+    made = sc.first_order(patched, reward, prefixes.tv_penalty, samples=1, alpha=alpha, keep=keep)
+    return made.lower
 
   def weighted(rows):
     return rows['reward'] * jnp.expm1(certificate.log_weight(rows['log_ratio'], rows['valid']))
+
+  def centred(old, _):
+    if limits.budget > 10:  # refused: e^budget is the variance to allow for
+      return jnp.float32(-jnp.inf)
+    return sc.centred(*region(old), samples=1, alpha=alpha).lower
 
   def evaluate_both(old, new):
     both = old['reward'], new['reward']
@@ -131,21 +136,23 @@ def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
 
   def backwards(_, new):
     return certificate.retrospective(
-      -new['log_ratio'], new['valid'], new['reward'], alpha=alpha
+      -new['log_ratio'], new['valid'], new['reward'], samples=1, alpha=alpha
     ).lower
 
   return {
     'importance sampling': lambda old, _: (
-      certificate.improvement(old['log_ratio'], old['valid'], old['reward'], alpha=alpha).lower
+      certificate.improvement(
+        old['log_ratio'], old['valid'], old['reward'], samples=1, alpha=alpha
+      ).lower
     ),
     'retrospective': backwards,
-    'first order, TV': by_surrogate(sc.first_order, sc.tv_penalty),
-    'first order, L2': by_surrogate(sc.first_order, sc.l2_penalty),
+    'first order, TV': by_surrogate(sc.first_order, prefixes.tv_penalty),
+    'first order, L2': by_surrogate(sc.first_order, prefixes.l2_penalty),
     'first order, TV, 10 % rejected': rejecting,
-    'prefix, L2': by_surrogate(sc.prefix, sc.l2_penalty),
-    'centred': lambda old, _: sc.centred(*region(old), alpha=alpha).lower,
+    'prefix, L2': by_surrogate(sc.prefix, prefixes.l2_penalty),
+    'centred': centred,
     'importance sampling, CLT': lambda old, _: confidence.normal(weighted(old), alpha=alpha),
-    'plug-in, CLT': lambda old, _: sc.plug_in(*region(old), alpha=alpha).lower,
+    'plug-in, CLT': lambda old, _: sc.plug_in(*region(old), samples=1, alpha=alpha).lower,
     'evaluate both, CLT': evaluate_both,
   }
 

@@ -13,7 +13,8 @@ import pytest
 from trm_jax import certificate, confidence
 from trm_jax.types import InputError
 
-IS = (certificate.improvement, certificate.harm)
+IS = [functools.partial(f, samples=1) for f in (certificate.improvement, certificate.harm)]
+retrospective = functools.partial(certificate.retrospective, samples=1)
 CAPPED = [jax.jit(functools.partial(f, cap=c)) for c in (100.0, 0.1) for f in IS]
 
 
@@ -26,11 +27,11 @@ def test_worked_example():
   valid = jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool)
   weight = jnp.exp(certificate.log_weight(jnp.log(ratio), valid))
   np.testing.assert_allclose(weight, [0.99, 0.66, 1.3], rtol=1e-6)
-  found = certificate.improvement(jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
+  found = IS[0](jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
   assert float(found.estimate) == pytest.approx(0.096667, abs=1e-6)
   assert float(found.terms['gained']) == pytest.approx(0.3 / 3, abs=1e-6)
   assert float(found.terms['lost']) == pytest.approx(-0.01 / 3, abs=1e-6)
-  alarm = certificate.harm(jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
+  alarm = IS[1](jnp.log(ratio), valid, jnp.array([1.0, 0.0, 1.0]))
   assert float(alarm.estimate) == pytest.approx(-0.34 / 3, abs=1e-6)
 
 
@@ -52,7 +53,7 @@ def test_the_mean_is_below_the_gain(support):
 
 
 def test_the_retrospective_mean_is_below_the_gain():
-  one = lambda *row: certificate.retrospective(*(x[None] for x in row)).estimate
+  one = lambda *row: retrospective(*(x[None] for x in row)).estimate
   each = jax.jit(jax.vmap(one))
   with jax.enable_x64(True):
     for seed in range(20):
@@ -62,7 +63,7 @@ def test_the_retrospective_mean_is_below_the_gain():
       assert mean <= it.gain + 1e-12
       if seed % 2:
         assert mean == pytest.approx(it.gain, abs=1e-12)
-  assert certificate.retrospective(*map(jnp.asarray, rows)).claim == 'J(new) > J(old)'
+  assert retrospective(*map(jnp.asarray, rows)).claim == 'J(new) > J(old)'
 
 
 def test_terms_sum_to_the_estimate_in_units_of_the_reward():
@@ -85,11 +86,11 @@ def test_the_unit_is_the_prompt():
   x = (reward * jnp.expm1(log_ratio[:, 0])).reshape(4, 3).mean(-1)
   assert float(found.lower) == pytest.approx(float(confidence.betting(x, alpha=0.05)), abs=1e-6)
   assert float(found.log_evalue) == pytest.approx(float(confidence.log_evalue(x)), abs=1e-5)
-  copies = certificate.improvement(*(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)))
+  copies = IS[0](*(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)))
   group = certificate.improvement(
     *(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)), samples=5
   )
-  alone = certificate.improvement(log_ratio, valid, reward)
+  alone = IS[0](log_ratio, valid, reward)
   np.testing.assert_allclose(values(group), values(alone), rtol=1e-5, atol=1e-6)
   assert float(copies.lower) > float(alone.lower)
 
@@ -129,26 +130,57 @@ def test_identical_policies_are_never_certified():
     assert found.verdict.startswith('vacuous')
 
 
-def verdicts(log_ratio, rows, reward):
-  shape = (rows, 1)
-  args = jnp.full(shape, log_ratio), jnp.ones(shape, bool), jnp.full(rows, reward)
+def verdicts(ratio, rows, reward):
+  """Half of the rows have this ratio and reward, the others the ratio that makes the mean 1."""
+  up = np.arange(rows) % 2 == 0
+  log_ratio = jnp.log(jnp.where(up, ratio, 2 - ratio))[:, None]
+  args = log_ratio, jnp.ones((rows, 1), bool), jnp.where(up, reward, 1 - reward).astype(jnp.float32)
   return [make(*args).verdict for make in IS]
 
 
 def test_verdicts_say_no_more_than_was_proven():
-  up, down = verdicts(0.3, 100, 1.0)
-  assert up.startswith('certified: J(policy) > J(rollout) by at least 0.')
+  up, down = verdicts(1.3, 200, 1.0)
+  assert up.startswith('certified (95 %): J(policy) > J(rollout) by at least 0.')
   assert down == 'not certified: J(policy) < J(rollout)'
-  up, down = verdicts(-0.3, 100, 1.0)
+  up, down = verdicts(1.3, 200, 0.0)
+  assert down.startswith('certified (95 %): J(policy) < J(rollout) by at least 0.')
+  up, down = verdicts(1.3, 10, 1.0)  # ten rows prove nothing, whatever the reward
   assert up.startswith('vacuous: no reward could certify J(policy) > J(rollout)')
-  up, down = verdicts(0.3, 100, 0.0)
-  assert down.startswith('certified: J(policy) < J(rollout) by at least 0.')
-  up, down = verdicts(0.3, 10, 1.0)  # ten rows prove nothing, whatever the reward
-  assert up.startswith('vacuous') and down.startswith('vacuous')
-  found = certificate.improvement(jnp.full((9, 1), 2.0), jnp.ones((9, 1), bool), jnp.ones(9))
-  assert found.lower > 0
+  assert down.startswith('vacuous')
+  found = IS[0](jnp.full((9, 1), 0.1), jnp.ones((9, 1), bool), jnp.ones(9))
+  found = dataclasses.replace(found, lower=jnp.float32(0.012468))
+  assert found.verdict.endswith('by at least 0.0124')  # rounded down, not to the nearest
   hope = dataclasses.replace(found, guarantee=certificate.ASYMPTOTIC).verdict
   assert hope.startswith('not certified') and 'asymptotic' in hope and 'proves nothing' in hope
+
+
+def test_wrong_log_probs_are_void():
+  """Identical policies, log-probs with an error that has mean 0: both directions seem certain."""
+  rng = np.random.default_rng(0)
+  log_ratio = jnp.asarray(rng.normal(0, 0.01, (512, 4096)), jnp.float32)
+  args = log_ratio, jnp.ones(log_ratio.shape, bool), jnp.asarray(rng.integers(0, 2, 512) * 1.0)
+  found = [make(*args) for make in IS]
+  assert all(f.lower > 0 and f.void for f in found)
+  assert all(f.verdict.startswith('void: the mean weight is above 1') for f in found)
+  assert certificate.monitor(*args, samples=1)['certificate/void'] == 1
+  drawn = IS[0](log_ratio - 4096 * 0.01**2 / 2 / 4096, *args[1:])  # lognormal weights of mean 1
+  assert not drawn.void and certificate.monitor(*args, samples=1)['certificate/void'] == 1
+
+
+def test_over_steps():
+  rng = np.random.default_rng(0)
+  ratio = 1 + 0.2 * rng.choice([-1, 1], (50, 256, 1))
+  args = jnp.asarray(np.log(ratio)), jnp.ones(ratio.shape, bool)
+  reward = jnp.asarray(rng.random((50, 256)) < 0.3 + 0.1 * (ratio[..., 0] > 1), jnp.float32)
+  found = jax.vmap(lambda *a: certificate.monitor(*a, samples=1))(*args, reward)
+  single = np.asarray(found['certificate/lower'])
+  whole = certificate.over_steps(
+    found['certificate/estimate'], found['certificate/square'], prompts=256
+  )
+  assert (single < 0).mean() > 0.9 and 0 < float(whole) < 0.01  # the gain is .01
+  x = np.asarray(reward) * (ratio[..., 0] - 1)
+  want = confidence.cumulative(x.sum(), (x**2).sum(), alpha=0.05) / x.size
+  assert float(whole) == pytest.approx(float(want), rel=1e-3)
 
 
 def test_a_fitted_policy_is_certified_on_its_own_rows_and_not_on_fresh_ones():
@@ -169,7 +201,9 @@ def test_a_fitted_policy_is_certified_on_its_own_rows_and_not_on_fresh_ones():
 
   @jax.jit
   def certify(log_ratio, reward):
-    return certificate.improvement(log_ratio, jnp.ones_like(log_ratio, bool), reward).lower
+    return certificate.improvement(
+      log_ratio, jnp.ones_like(log_ratio, bool), reward, samples=1
+    ).lower
 
   assert false_rate(fresh=False) > 0.9 and false_rate(fresh=True) <= 0.05
 
@@ -195,7 +229,7 @@ def test_monitor():
   up, down = (make(*rows, samples=4) for make in IS)
   named = ('estimate', 'lower', 'log_evalue')
   np.testing.assert_allclose([found[f'certificate/{n}'] for n in named], values(up), rtol=1e-5)
-  got = [found['certificate/harm'], found['certificate/harm_log_evalue']]
+  got = [found['certificate/harm_lower'], found['certificate/harm_log_evalue']]
   np.testing.assert_allclose(got, values(down)[1:], rtol=1e-5)
   w = np.exp((it.log_ratio * it.valid).sum(-1))
   want = np.corrcoef(it.reward, w)[0, 1]
@@ -203,15 +237,32 @@ def test_monitor():
   x = (it.reward * (w - 1)).reshape(-1, 4).mean(-1)
   assert float(found['certificate/square']) == pytest.approx((x**2).mean(), rel=1e-4)
   back = certificate.monitor(*rows, samples=4, backwards=True)
-  want = certificate.retrospective(*rows, samples=4), certificate.improvement(*rows, samples=4)
-  got = [back[f'retrospective/{n}'] for n in ('estimate', 'lower', 'harm')]
+  want = [f(*rows, samples=4) for f in (certificate.retrospective, certificate.retrospective_harm)]
+  assert want[1].claim == 'J(new) < J(old)'
+  got = [back[f'retrospective/{n}'] for n in ('estimate', 'lower', 'harm_lower')]
   np.testing.assert_allclose(got, [*values(want[0])[:2], want[1].lower], rtol=1e-5)
   x = ((1 - it.reward) * (w - 1)).reshape(-1, 4).mean(-1)
   assert float(back['retrospective/square']) == pytest.approx((x**2).mean(), rel=1e-4)
   flat = certificate.monitor(0 * rows[0], *rows[1:], samples=4)
   assert float(flat['certificate/correlation']) == 0
-  outside = certificate.monitor(*rows[:2], 2 * rows[2], samples=4)
-  assert all(math.isnan(v) for v in outside.values())
+  assert float(found['certificate/void']) == 0
+  # A reward outside the range counts as the worst, as a missing one does, and poisons nothing.
+  for bad in (2.0, -1.0, math.nan):
+    odd = certificate.monitor(*rows[:2], rows[2].at[5].set(bad), samples=4)
+    assert all(np.isfinite(v) for v in odd.values())
+    assert odd['certificate/estimate'] < found['certificate/estimate']
+    np.testing.assert_allclose(
+      odd['certificate/lower'],
+      certificate.improvement(*rows[:2], rows[2].at[5].set(math.nan), samples=4).lower,
+    )
+
+
+def test_a_traced_reward_outside_counts_as_missing():
+  it = oracle.draw(2, T=4, spread=0.4)
+  rows = [jnp.asarray(x) for x in (it.log_ratio, it.valid, it.reward)]
+  found = jax.jit(IS[0])(*rows[:2], rows[2].at[3].set(200.0))
+  want = IS[0](*rows[:2], rows[2].at[3].set(math.nan))
+  np.testing.assert_allclose(values(found), values(want), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +276,7 @@ def test_monitor():
     (dict(alpha=0.0), 'alpha=0.0'),
   ],
 )
-@pytest.mark.parametrize('make', [*IS, certificate.retrospective])
+@pytest.mark.parametrize('make', [*IS, retrospective])
 def test_bad_input(make, change, word):
   good = dict(
     log_ratio=jnp.zeros((2, 3)), valid=jnp.ones((2, 3), bool), reward=jnp.array([0.0, 1.0])

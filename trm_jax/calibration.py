@@ -3,11 +3,11 @@
 Without any drift, divergences are what the engines' arithmetic makes them. A limit is set so that
 about `target` of such rows is accepted, at one length or at every length:
 
-| function              | limit                           | accepts `target` of           |
-| --------------------- | ------------------------------- | ----------------------------- |
-| `conformal`           | k-th smallest statistic         | rows like these, exactly      |
-| `max_limit`           | (1 - p)^T = target              | rows of T independent tokens  |
-| `conformal_max_limit` | p = level / T, level from rows  | their mix of lengths, exactly |
+| function              | limit                          | accepts `target` of          |
+| --------------------- | ------------------------------ | ---------------------------- |
+| `conformal`           | k-th smallest statistic        | rows like these, exactly     |
+| `max_limit`           | (1 - p)^T = target             | rows of T independent tokens |
+| `conformal_max_limit` | p = level / T, level from rows | their mix of lengths, nearly |
 
     limit = calibration.conformal(trust_region.mean_over_tokens(kl, valid), target=0.9)
     tail = calibration.tail(kl, valid)
@@ -133,7 +133,9 @@ def conformal_max_limit(
 
   Accepted are rows with T P(x > max_t x_t) >= level: the number of larger values that a row of this
   length should hold. The level is `conformal` on m rows, with maxima `largest` and `lengths`, other
-  than those of `found`; acceptance is `target` over their mix of lengths, not at each of them.
+  than those of `found`; acceptance is `target` over their mix of lengths, not at each of them, and
+  less by up to a step of the tail's sample (.02 of rows with 40 values), which cannot tell apart
+  what lies between two of them.
   """
   level = -conformal(-_lengths(lengths) * found.exceedance(largest), target=target)
   return found.limit(jnp.maximum(level, 0) / _lengths(T))

@@ -17,12 +17,18 @@ fire wherever those do. A mask has no place in a certificate: every rejected row
 What voids all of them:
 - Rows that the policy was fitted on. Minibatch j may certify the policy before its update
   (prequential: what training logs), the next batch the step before (`retrospective`).
-- Rows chosen by their reward: dynamic sampling, retries, best of n. Keep the unfiltered rows.
-- Wrong log-probs: `log_ratio` must hold the probabilities the tokens were really drawn with.
-- A claim a step: divide alpha (`confidence.spent`).
+- Rows chosen by their reward: dynamic sampling, retries, best of n. Keep the unfiltered rows; a
+  row that was lost counts as the worst: give it a NaN reward.
+- Wrong log-probs: `log_ratio` must hold the probabilities the tokens were really drawn with. A mean
+  of W above 1 is impossible otherwise and is reported as `void`; errors that lower W stay unseen.
+- Prompts that are not independent: J is that of the distribution they are drawn from, which a fixed
+  list without replacement is not; nor may one row change another (expert capacity).
+- Claims in great number: alpha is per claim, per step and per direction (`confidence.spent`).
 """
 
 import dataclasses
+import functools
+import math
 import typing
 from collections.abc import Callable
 
@@ -53,9 +59,11 @@ class Certificate:
     estimate: mean of the certificate's variable over prompts, an estimate of a lower bound of the
       change in the claim's direction.
     lower: the bound that holds with probability 1 - alpha.
-    possible: whether some other reward would have been certified on these rows.
+    square: mean of the variable's square over prompts, for `over_steps`; of the unit reward.
     log_evalue: log of an e-value against "not the claim"; those of fresh batches add up. NaN where
       the bound does not come from one.
+    possible: whether some other reward would have been certified on these rows.
+    void: the mean of W is above 1 with the same confidence: the log-probs are wrong.
     terms: what makes up `estimate`; they sum to it.
   """
 
@@ -64,36 +72,48 @@ class Certificate:
   alpha: Float[Array, '']
   estimate: Float[Array, '']
   lower: Float[Array, '']
-  possible: Bool[Array, '']
+  square: Float[Array, '']
   log_evalue: Float[Array, '']
+  possible: Bool[Array, '']
+  void: Bool[Array, '']
   terms: dict[str, Float[Array, '']]
 
   @property
   def verdict(self) -> str:
     """In plain words, and never more than was proven; concrete certificates only."""
+    if self.void:
+      return 'void: the mean weight is above 1, so that the log-probs cannot be right'
+    level = f'{100 * (1 - float(self.alpha)):.4g} %'
     if self.guarantee == EXACT and self.lower > 0:
-      return f'certified: {self.claim} by at least {float(self.lower):.3g}'
-    if not self.possible:
-      return f'vacuous: no reward could certify {self.claim} on these rows'
+      return f'certified ({level}): {self.claim} by at least {_down(float(self.lower))}'
     if self.lower > 0:
       return f'not certified: {self.claim} looks likely ({ASYMPTOTIC}), which proves nothing'
+    if not self.possible:
+      return f'vacuous: no reward could certify {self.claim} on these rows'
     return f'not certified: {self.claim}'
+
+
+def _down(x: float) -> str:
+  """x > 0 to three digits, rounded down."""
+  unit = 10.0 ** (math.floor(math.log10(x)) - 2)
+  return f'{math.floor(x / unit) * unit:.3g}'
 
 
 def unit_reward(
   reward: Float[Array, 'B'], *, low: float = 0.0, high: float = 1.0
 ) -> Float[Array, 'B']:
-  """(reward - low) / (high - low) in [0, 1]; InputError for a concrete reward outside."""
+  """(reward - low) / (high - low) in [0, 1], or NaN.
+
+  A reward outside raises InputError; where it is traced it becomes NaN, which counts as missing.
+  """
   width = bounds.width(low, high)
-  if not isinstance(reward, jax.core.Tracer):
-    seen = np.asarray(reward)
-    wrong = (seen < low) | (seen > high)
-    if wrong.any():
-      raise InputError(
-        f'reward={seen[wrong].flat[0]} lies outside [{low}, {high}]: give the range of rewards as'
-        ' low and high.'
-      )
-  return (reward - low) / width
+  outside = (reward < low) | (reward > high)
+  if not isinstance(outside, jax.core.Tracer) and outside.any():
+    raise InputError(
+      f'reward={np.asarray(reward)[outside][0]} lies outside [{low}, {high}]: give the range of'
+      ' rewards as low and high.'
+    )
+  return jnp.where(outside, jnp.nan, (reward - low) / width)
 
 
 def by_prompt(x: Float[Array, 'B'], samples: int) -> Float[Array, 'N']:
@@ -121,9 +141,10 @@ def conclude(
   terms: dict[str, Float[Array, 'B']],
   best: Float[Array, 'B'],
   missing: Bool[Array, 'B'],
+  excess: Float[Array, 'B'],
   *,
   claim: str = UP,
-  low: Real = -1.0,
+  floor: Real = -1.0,
   samples: int,
   alpha: Real,
   width: float,
@@ -133,14 +154,14 @@ def conclude(
 ) -> Certificate:
   """A certificate from rows: `terms` sum to the variable, `best` is it under the kindest reward.
 
-  `low` is below every possible value and stands for rows that are missing; `less` is subtracted.
-  The bound is `confidence.betting`, unless another is given.
+  `floor` is below every possible value and stands for rows that are `missing`; `less` is subtracted
+  from the mean; `excess` is W - 1 or less. The bound is `confidence.betting`, unless given.
   """
   confidence.check_alpha(alpha)
-  bets = bound is None
-  bound = bound or (lambda x: confidence.betting(x, alpha=alpha, low=low))
+  betting = functools.partial(confidence.betting, alpha=alpha)
+  bets, bound = bound is None, bound or functools.partial(betting, low=floor)
   terms = {name: jnp.where(missing, 0, rows) for name, rows in terms.items()}
-  terms['missing'] = jnp.where(missing, low, jnp.zeros_like(best))
+  terms['missing'] = jnp.where(missing, floor, jnp.zeros_like(best))
   x = by_prompt(sum(terms.values()), samples)
   found = {name: by_prompt(rows, samples).mean() * width for name, rows in terms.items()}
   if less is not None:
@@ -152,20 +173,19 @@ def conclude(
     alpha=jnp.asarray(alpha, x.dtype),
     estimate=(x.mean() - less) * width,
     lower=(bound(x) - less) * width,
-    possible=bound(by_prompt(jnp.where(missing, low, best), samples)) > less,
-    log_evalue=confidence.log_evalue(x, low=low) if bets else jnp.full_like(x[0], jnp.nan),
+    square=(x**2).mean(),
+    log_evalue=confidence.log_evalue(x, low=floor) if bets else jnp.full_like(x[0], jnp.nan),
+    possible=bound(by_prompt(jnp.where(missing, floor, best), samples)) > less,
+    void=betting(by_prompt(excess, samples), low=-1.0) > 0,
     terms=found,
   )
-
-
-# Importance sampling: every term observed, no divergence, no limit, no full support.
 
 
 def _weighted(log_ratio, valid, r, *, cap, **settings) -> Certificate:
   """The mean of r (m - 1)."""
   excess = jnp.expm1(log_weight(log_ratio, valid, cap=cap))
   terms = dict(gained=r * jnp.maximum(excess, 0), lost=r * jnp.minimum(excess, 0))
-  return conclude(terms, jnp.maximum(excess, 0), jnp.isnan(r), **settings)
+  return conclude(terms, jnp.maximum(excess, 0), jnp.isnan(r), excess, **settings)
 
 
 def improvement(
@@ -173,7 +193,7 @@ def improvement(
   valid: Bool[Array, 'B T'],
   reward: Float[Array, 'B'],
   *,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -181,11 +201,19 @@ def improvement(
 ) -> Certificate:
   """J(policy) - J(rollout) >= E_roll[R (m - 1)] for every 0 <= m <= W; here m = min(W, e^cap).
 
-  Equal for m = W where the rollout has the policy's support. R in [0, 1] after rescaling from
-  [low, high]; the result is in the reward's own units. Bounded below by -1, so that betting is
-  exact with unbounded weights. log_ratio = policy - rollout, of rows drawn by the rollout; a NaN
-  log_ratio or reward counts as the worst it can be. Raises InputError for a concrete reward outside
-  [low, high] and rows that `samples` does not divide.
+  Equal for m = W where the rollout has the policy's support. Bounded below by -1, so that betting
+  is exact with unbounded weights.
+
+  Args:
+    log_ratio: policy - rollout, of rows drawn by the rollout; NaN counts as the worst it can be.
+    valid: the policy's own tokens.
+    reward: in [low, high]; NaN counts as the worst it can be.
+    samples: rows of each prompt, which adjoin: prompts are the independent units.
+    alpha: chance to certify what is false.
+    low, high: range of the reward, in whose units the result is.
+    cap: largest log W.
+
+  Raises InputError for a reward outside [low, high] and rows that `samples` does not divide.
   """
   r = unit_reward(reward, low=low, high=high)
   settings = dict(samples=samples, alpha=alpha, width=bounds.width(low, high), cap=cap)
@@ -197,7 +225,7 @@ def harm(
   valid: Bool[Array, 'B T'],
   reward: Float[Array, 'B'],
   *,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -216,16 +244,57 @@ def retrospective(
   log_ratio: Float[Array, 'B T'],
   valid: Bool[Array, 'B T'],
   reward: Float[Array, 'B'],
-  **settings,
+  *,
+  samples: int,
+  alpha: Real = 0.05,
+  low: float = 0.0,
+  high: float = 1.0,
+  cap: float = LOG_RATIO_CAP,
 ) -> Certificate:
   """J(new) - J(old) >= E_new[(1 - R)(m - 1)] for 0 <= m <= old / new, on rows of the *new* policy.
 
   log_ratio = old - new. The rollouts of step k + 1 are drawn after the policy is fixed, so that
   they certify step k with no data of its own; the cost is one scoring pass under the old weights.
-  Arguments and errors of `improvement`.
+  Other arguments and errors as for `improvement`.
   """
-  found = harm(log_ratio, valid, reward, **settings)
+  found = harm(log_ratio, valid, reward, samples=samples, alpha=alpha, low=low, high=high, cap=cap)
   return dataclasses.replace(found, claim='J(new) > J(old)')
+
+
+def retrospective_harm(
+  log_ratio: Float[Array, 'B T'],
+  valid: Bool[Array, 'B T'],
+  reward: Float[Array, 'B'],
+  *,
+  samples: int,
+  alpha: Real = 0.05,
+  low: float = 0.0,
+  high: float = 1.0,
+  cap: float = LOG_RATIO_CAP,
+) -> Certificate:
+  """The alarm of `retrospective`: J(old) - J(new) >= E_new[R (m - 1)]; its arguments and errors."""
+  found = improvement(
+    log_ratio, valid, reward, samples=samples, alpha=alpha, low=low, high=high, cap=cap
+  )
+  return dataclasses.replace(found, claim='J(new) < J(old)')
+
+
+def over_steps(
+  estimate: Float[Array, 'K'],
+  square: Float[Array, 'K'],
+  *,
+  prompts: int,
+  alpha: Real = 0.05,
+  bet: float = 0.1,
+) -> Float[Array, '']:
+  """Lower bound of the mean gain of K steps, at all times at once; of the unit reward.
+
+  From the logged `estimate` and `square` of K batches of `prompts` prompts: where one step is too
+  small to certify, twenty may not be. `bet` is chosen beforehand (`confidence.cumulative`).
+  """
+  total, squares = prompts * estimate.sum(), prompts * square.sum()
+  found = confidence.cumulative(total, squares, alpha=alpha, bet=bet)
+  return found / (prompts * estimate.size)
 
 
 def monitor(
@@ -237,29 +306,31 @@ def monitor(
   alpha: Real = 0.05,
   backwards: bool = False,
 ) -> dict[str, Float[Array, '']]:
-  """Scalars to log each step: estimate, bounds and e-values of `improvement` and `harm`.
+  """Scalars to log each step: bounds and e-values of `improvement` and of `harm`.
 
-  With `backwards` those of `retrospective` and of its opposite, from log_ratio = old - new. For R
-  in [0, 1]; NaN for a batch with a reward outside. `correlation` is that of R and W: a certificate
-  fires where it exceeds about z / sqrt(rows), whatever the size of the step. `square` is the mean
-  of x^2 over prompts, which `confidence.cumulative` needs beside the estimate.
+  With `backwards` those of `retrospective` and `retrospective_harm`, from log_ratio = old - new.
+  For R in [0, 1]; a reward outside counts as missing. `correlation` is that of R and W: a
+  certificate fires where it exceeds about z / sqrt(rows), whatever the size of the step. `void` is
+  1 where the log-probs cannot be right; `square` serves `over_steps`. With several minibatches an
+  epoch the claims are about the average of the policies before each update.
   """
-  outside = ((reward < 0) | (reward > 1)).any()
-  r = jnp.clip(reward, 0, 1)
-  up, down = (harm, improvement) if backwards else (improvement, harm)
+  up, down = (retrospective, retrospective_harm) if backwards else (improvement, harm)
+  r = jnp.where((reward < 0) | (reward > 1), jnp.nan, reward)
   up, down = (make(log_ratio, valid, r, samples=samples, alpha=alpha) for make in (up, down))
   excess = jnp.expm1(log_weight(log_ratio, valid))
-  x = by_prompt((1 - r if backwards else r) * excess, samples)
-  spread = r.std() * excess.std()
-  covariance = ((r - r.mean()) * (excess - excess.mean())).mean()
+  known = ~jnp.isnan(r)
+  mean = lambda x: jnp.where(known, x, 0).sum() / jnp.maximum(known.sum(), 1)
+  r, excess = r - mean(r), excess - mean(excess)
+  spread = jnp.sqrt(mean(r**2) * mean(excess**2))
   found = {
     'estimate': up.estimate,
-    'square': (x**2).mean(),
+    'square': up.square,
     'lower': up.lower,
     'log_evalue': up.log_evalue,
-    'harm': down.lower,
+    'harm_lower': down.lower,
     'harm_log_evalue': down.log_evalue,
-    'correlation': jnp.where(spread > 0, covariance / spread, 0),
+    'correlation': jnp.where(spread > 0, mean(r * excess) / spread, 0),
+    'void': up.void.astype(excess.dtype),
   }
   folder = 'retrospective' if backwards else 'certificate'
-  return {f'{folder}/{name}': jnp.where(outside, jnp.nan, x) for name, x in found.items()}
+  return {f'{folder}/{name}': x for name, x in found.items()}

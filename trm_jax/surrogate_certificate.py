@@ -1,10 +1,8 @@
 """Certificates by way of the surrogate: L' less its error bound, nothing assumed beyond the rows.
 
 The paper's guarantee asks for a bound on the divergence of *all* reachable contexts, which no batch
-can show. Here the policy is patched instead: pi'' = pi_theta as long as every context so far is
-good, pi_roll after the first bad one. It obeys the limits by construction and equals pi_theta on
-the rows that are kept, so that every bound of `bounds` and `sharp_bounds` holds for it with means
-over the rows.
+can show. Here the policy is patched where a prefix leaves the region (`prefixes`), and every bound
+of `bounds` and `sharp_bounds` holds for the patched one with means over the rows.
 
 | certificate   | mean of                                          | needs                        |
 | ------------- | ------------------------------------------------ | ---------------------------- |
@@ -21,171 +19,26 @@ those voids these as well, and so does a limit chosen on the same rows.
 import dataclasses
 import functools
 import math
-import typing
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from trm_jax import bounds, confidence, sharp_bounds
+from trm_jax import bounds, confidence, prefixes, sharp_bounds
 from trm_jax.certificate import ASYMPTOTIC, Certificate, by_prompt, conclude, unit_reward
 from trm_jax.confidence import Real
-from trm_jax.importance import LOG_RATIO_CAP
+from trm_jax.prefixes import Patched
 from trm_jax.types import InputError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-  """What makes a context good; a prefix is good while all its contexts are. inf = not asked.
-
-  Attributes:
-    max_kl, max_tv, max_chi2: limits on each context.
-    budget: limit on the sum of chi2 up to and including the context.
-    band: limit on |prod_{s<t} ratio_s - 1|, the tokens before it.
-  """
-
-  max_kl: float = math.inf
-  max_tv: float = math.inf
-  max_chi2: float = math.inf
-  budget: float = math.inf
-  band: float = math.inf
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      if not getattr(self, field.name) > 0:
-        raise InputError(f'{field.name}={getattr(self, field.name)} must be > 0; inf = no limit.')
-
-  @property
-  def epsilon(self) -> float:
-    """Largest TV of a good context: min(max_tv, sqrt(max_kl / 2), sqrt(chi2) / 2), at most 1."""
-    chi2 = min(self.max_chi2, self.budget)
-    return min(1.0, self.max_tv, math.sqrt(self.max_kl / 2), math.sqrt(chi2) / 2)
-
-  def future_tv(self, T: int) -> Float[Array, 'T']:
-    """w_t: largest TV of the two futures after good contexts, [T], decreasing to 0."""
-    # The TV of futures is symmetric, so that KL(policy || rollout) <= log(1 + chi2) serves as well.
-    delta = min(self.max_kl, math.log1p(self.max_chi2))
-    weights = bounds.future_weights(T=T, epsilon=self.epsilon, delta=delta)
-    whole = math.sqrt(math.expm1(min(self.budget, math.log(5)))) / 2
-    return jnp.minimum(weights, whole)
+def _excess(patched: Patched) -> Float[Array, 'B']:
+  """W'' - 1, or less."""
+  return jnp.where(patched.missing, -1, patched.weight - 1)
 
 
-@typing.no_type_check  # trees of it may be stacked, abstract or specs
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['good', 'missing', 'excess', 'kl', 'tv', 'chi2', 'weight', 'first', 'second'],
-  meta_fields=['limits'],
-)
-@dataclasses.dataclass(frozen=True)
-class Patched:
-  """The policy that is pi_theta after good prefixes and pi_roll elsewhere; made by `patch`.
-
-  Attributes:
-    good: G_t, the prefix up to and including c_t is good. Its last column says which rows are kept.
-    missing: rows with a log_ratio or divergence that is not a number.
-    excess: G_t (ratio_t - 1).
-    kl, tv, chi2: G_t times the divergence of the context; chi2 None where it was not given.
-    weight: W'' = prod_t ratio_t over good contexts.
-    first: S'' = sum_t excess_t.
-    second: Q = sum_t G_t (prod_{s<t} ratio_s - 1)^2 chi2_t, whose mean is E[(W'' - 1 - S'')^2].
-  """
-
-  good: Bool[Array, 'B T']
-  missing: Bool[Array, 'B']
-  excess: Float[Array, 'B T']
-  kl: Float[Array, 'B T']
-  tv: Float[Array, 'B T']
-  chi2: Float[Array, 'B T'] | None
-  weight: Float[Array, 'B']
-  first: Float[Array, 'B']
-  second: Float[Array, 'B'] | None
-  limits: Limits
-
-  @property
-  def kept(self) -> Bool[Array, 'B']:
-    """Rows good to their end."""
-    return self.good[:, -1]
-
-
-def patch(
-  log_ratio: Float[Array, 'B T'],
-  valid: Bool[Array, 'B T'],
-  *,
-  kl: Float[Array, 'B T'],
-  tv: Float[Array, 'B T'],
-  chi2: Float[Array, 'B T'] | None = None,
-  limits: Limits,
-) -> Patched:
-  """Judges every prefix by `limits`. Divergences are exact, over the full vocabulary.
-
-  Limits must be chosen before the rows are seen: a quantile of the batch itself voids everything
-  that follows. Raises InputError for a limit on a chi2 that is not given.
-  """
-  if chi2 is None and min(limits.max_chi2, limits.budget) < math.inf:
-    raise InputError('limits hold max_chi2 or budget, but chi2 is not given: pass it, [B, T].')
-  inside = lambda x: jnp.where(valid, x, 0)
-  log_ratio, kl, tv = inside(log_ratio), inside(kl), inside(tv)
-  missing = ~jnp.isfinite(log_ratio).all(-1) | jnp.isnan(kl + tv).any(-1)
-  good = (kl <= limits.max_kl) & (tv <= limits.max_tv)
-  if chi2 is not None:
-    chi2 = inside(chi2)
-    missing = missing | jnp.isnan(chi2).any(-1)
-    good = good & (chi2 <= limits.max_chi2) & (jnp.cumsum(chi2, -1) <= limits.budget)
-  log_ratio = jnp.where(missing[:, None], 0, log_ratio)
-  before = jnp.expm1(jnp.cumsum(log_ratio, -1) - log_ratio)
-  good = jnp.cumprod(good & (jnp.abs(before) <= limits.band), -1) > 0
-  part = lambda x: jnp.where(good, x, 0)
-  excess = part(jnp.expm1(log_ratio))
-  return Patched(
-    good=good,
-    missing=missing,
-    excess=excess,
-    kl=part(kl),
-    tv=part(tv),
-    chi2=None if chi2 is None else part(chi2),
-    weight=jnp.exp(jnp.minimum(part(log_ratio).sum(-1), LOG_RATIO_CAP)),
-    first=excess.sum(-1),
-    second=None if chi2 is None else part(before**2 * chi2).sum(-1),
-    limits=limits,
-  )
-
-
-class Penalty(typing.NamedTuple):
-  """What the surrogate may be wrong by: the mean of `rows` [B], of which none exceeds `most`."""
-
-  rows: Float[Array, 'B']
-  most: Real
-
-
-def tv_penalty(patched: Patched) -> Penalty:
-  """2 sum_t G_t TV(c_t) w_t: whose mean bounds |Delta| by the TV of each context and its future."""
-  limits, steps = patched.limits, patched.tv.shape[1]
-  weights = limits.future_tv(steps).astype(patched.tv.dtype)
-  return Penalty(2 * (patched.tv * weights[None]).sum(-1), 2 * limits.epsilon * weights.sum())
-
-
-def l2_penalty(patched: Patched, *, scale: float | None = None) -> Penalty:
-  """Q / (2 scale) + scale / 8: linear in the response's chi2, without T^1.5.
-
-  Its mean is smallest, sqrt(E Q) / 2, at scale = 2 sqrt(E Q), which an earlier batch may tell; by
-  default the largest that the budget allows. Without a band Q has no upper limit and the constant
-  `sharp_bounds.budget_l2` is taken. Raises InputError without a budget, and for scale <= 0.
-  """
-  limits = patched.limits
-  if limits.budget == math.inf:
-    raise InputError('l2_penalty needs limits with a finite budget: the largest sum of chi2.')
-  whole = sharp_bounds.budget_l2(limits.budget).astype(patched.first.dtype)
-  if limits.band == math.inf:
-    return Penalty(jnp.full_like(patched.first, whole), whole)
-  if scale is not None and not scale > 0:
-    raise InputError(f'scale={scale} must be > 0.')
-  scale = 4 * whole if scale is None else scale
-  penalty = lambda q: q / (2 * scale) + scale / 8
-  return Penalty(penalty(patched.second), penalty(limits.band**2 * limits.budget))
-
-
-def _surrogate(patched, reward, penalty, inside, missing, **settings) -> Certificate:
+def _surrogate(patched, reward, penalty, inside, **settings) -> Certificate:
   """R S'' of the rows `inside`, less the reward of the others and the penalty."""
+  penalty = penalty(patched)
   low, high, drop = (settings.pop(name) for name in ('low', 'high', 'drop'))
   r = unit_reward(reward, low=low, high=high)
   inside = inside & (patched.first >= -drop)
@@ -197,8 +50,9 @@ def _surrogate(patched, reward, penalty, inside, missing, **settings) -> Certifi
   return conclude(
     terms,
     jnp.where(inside, jnp.maximum(patched.first, 0), 0) - penalty.rows,
-    missing | jnp.isnan(r),
-    low=-max(drop, 1.0) - penalty.most,
+    patched.missing | jnp.isnan(r),
+    _excess(patched),
+    floor=-max(drop, 1.0) - penalty.most,
     width=bounds.width(low, high),
     **settings,
   )
@@ -207,9 +61,9 @@ def _surrogate(patched, reward, penalty, inside, missing, **settings) -> Certifi
 def first_order(
   patched: Patched,
   reward: Float[Array, 'B'],
-  penalty: Penalty,
+  penalty: Callable[[Patched], prefixes.Penalty],
   *,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -225,7 +79,7 @@ def first_order(
   """
   kept = patched.kept if keep is None else patched.kept & keep
   settings = dict(samples=samples, alpha=alpha, low=low, high=high, drop=drop)
-  return _surrogate(patched, reward, penalty, kept, patched.missing, **settings)
+  return _surrogate(patched, reward, penalty, kept, **settings)
 
 
 def _both_halves(found: Certificate) -> Certificate:
@@ -244,15 +98,15 @@ def _leaving(patched: Patched, samples: int, alpha) -> Float[Array, '']:
     raise InputError('This certificate needs limits with a finite budget: the largest sum of chi2.')
   left = by_prompt((~patched.kept | patched.missing).astype(patched.first.dtype), samples)
   r = -confidence.betting(-left, alpha=alpha, low=-1.0)
-  return jnp.minimum(r + jnp.sqrt(r * math.expm1(min(budget, LOG_RATIO_CAP))), 1)
+  return jnp.minimum(r + jnp.sqrt(r * math.expm1(min(budget, 80.0))), 1)
 
 
 def prefix(
   patched: Patched,
   reward: Float[Array, 'B'],
-  penalty: Penalty,
+  penalty: Callable[[Patched], prefixes.Penalty],
   *,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -268,7 +122,7 @@ def prefix(
   settings = dict(samples=samples, alpha=alpha / 2, low=low, high=high, drop=drop)
   everywhere = jnp.ones_like(patched.kept)
   less = _leaving(patched, samples, alpha / 2)
-  found = _surrogate(patched, reward, penalty, everywhere, patched.missing, less=less, **settings)
+  found = _surrogate(patched, reward, penalty, everywhere, less=less, **settings)
   return _both_halves(found)
 
 
@@ -277,7 +131,7 @@ def centred(
   reward: Float[Array, 'B'],
   *,
   baseline: float = 0.5,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -291,14 +145,19 @@ def centred(
   if not 0 <= baseline <= 1:
     raise InputError(f'baseline={baseline} must lie in [0, 1]: it is compared to the unit reward.')
   less = _leaving(patched, samples, alpha / 2)
+  if patched.limits.budget > 10:
+    raise InputError(
+      f'budget={patched.limits.budget} must be at most 10: the variance grows like its exponential.'
+    )
   r = unit_reward(reward, low=low, high=high)
-  variance = max(baseline, 1 - baseline) ** 2 * math.expm1(min(patched.limits.budget, 20.0))
+  variance = max(baseline, 1 - baseline) ** 2 * math.expm1(patched.limits.budget)
   excess = patched.weight - 1
   found = conclude(
     dict(gained=(r - baseline) * excess),
     jnp.maximum(-baseline * excess, (1 - baseline) * excess),
     patched.missing | jnp.isnan(r),
-    low=-jnp.inf,  # the variable has no lower end: one missing row and nothing is certified
+    _excess(patched),
+    floor=-jnp.inf,  # the variable has no lower end: one missing row and nothing is certified
     samples=samples,
     alpha=alpha / 2,
     width=bounds.width(low, high),
@@ -318,7 +177,7 @@ def error_bounds(
   patched: Patched,
   reward: Float[Array, 'B'],
   *,
-  samples: int = 1,
+  samples: int,
   low: float = 0.0,
   high: float = 1.0,
 ) -> dict[str, Float[Array, '']]:
@@ -337,19 +196,23 @@ def error_bounds(
   Estimates, not proofs: for a proof take a `Penalty`. In units of the reward. Raises InputError as
   `certificate.improvement` does.
   """
-  limits, steps = patched.limits, patched.tv.shape[1]
+  limits, after = patched.limits, patched.horizon - patched.tv.shape[1]
   r, width = unit_reward(reward, low=low, high=high), bounds.width(low, high)
-  d_bar, seq_kl = patched.tv.mean(0), patched.kl.sum(-1).mean()
-  step = jnp.abs(patched.excess)
-  weights = limits.future_tv(steps).astype(d_bar.dtype)
+  by_prompt(r, samples)  # refuses what `samples` does not divide
+  d_bar, seq_kl = jnp.pad(patched.tv.mean(0), (0, after)), patched.kl.sum(-1).mean()
+  step = jnp.pad(jnp.abs(patched.excess), ((0, 0), (0, after)))
+  tv, kl = (jnp.pad(x, ((0, 0), (0, after))) for x in (patched.tv, patched.kl))
+  weights = limits.future_tv(patched.horizon).astype(d_bar.dtype)
   positions = dict(
     per_position=2 * d_bar * weights,
-    future_tv=(step * _later(patched.tv)).mean(0),
-    jensen_pinsker=bounds.root(d_bar * (step * _later(patched.kl)).mean(0)),
+    future_tv=(step * _later(tv)).mean(0),
+    jensen_pinsker=bounds.root(d_bar * (step * _later(kl)).mean(0)),
   )
   # 0 times an infinite KL is NaN: no bound from there.
   positions = {name: jnp.where(jnp.isnan(x), jnp.inf, x) for name, x in positions.items()}
-  known = dict(T=steps, epsilon=limits.epsilon, delta=limits.max_kl, d_bar=d_bar, seq_kl=seq_kl)
+  known = dict(
+    T=patched.horizon, epsilon=limits.epsilon, delta=limits.max_kl, d_bar=d_bar, seq_kl=seq_kl
+  )
   seq_tv = bounds.sequence_tv(d_bar=d_bar, seq_kl=seq_kl)
   found = dict(b_star=bounds.b_star(**known, seq_tv=seq_tv) / 2)
   found |= {name: value.sum() for name, value in positions.items()}
@@ -369,7 +232,7 @@ def plug_in(
   patched: Patched,
   reward: Float[Array, 'B'],
   *,
-  samples: int = 1,
+  samples: int,
   alpha: Real = 0.05,
   low: float = 0.0,
   high: float = 1.0,
@@ -387,6 +250,7 @@ def plug_in(
     ),
     jnp.where(patched.kept, jnp.maximum(patched.first, 0), 0),
     patched.missing | jnp.isnan(r),
+    _excess(patched),
     samples=samples,
     alpha=alpha,
     width=width,

@@ -122,7 +122,7 @@ def keep_all(divergences: Divergences, valid: Bool[Array, 'B T']) -> Bool[Array,
 
 
 def max_kl(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Bool[Array, 'B']:
-  """TRM-Max: max_t KL(rollout || policy) <= limit (nats); the only length-invariant certificate."""
+  """TRM-Max: max_t KL(rollout || policy) <= limit (nats): one limit for every length."""
   return _within(max_over_tokens(divergences.kl, valid), limit)
 
 
@@ -157,8 +157,10 @@ def length_neutral(
 ) -> Bool[Array, 'B']:
   """LN-TRM: `future_deviation` <= limit, a weighted mean of |ratio - 1| (sampled).
 
-  Where epsilon and delta hold in all contexts |Error| <= 2 E[W], and a row kept has W <= limit Z.
-  The last token has weight 0: rows of one token are kept. arXiv 2512.23075, length-bias appendix.
+  With `horizon`, the longest response there can be, and where epsilon and delta hold in all
+  contexts, |Error| <= 2 E[W], and a row kept has W <= limit Z. The realised length that is taken by
+  default, as in the paper, is not known at the token: no proof, and no counterexample. The last
+  token has weight 0: rows of one token are kept. arXiv 2512.23075, length-bias appendix.
   """
   found = future_deviation(
     divergences.log_ratio, valid, epsilon=epsilon, delta=delta, horizon=horizon
@@ -180,8 +182,9 @@ def mean_deviation(
 def chi2_budget(divergences: Divergences, valid: Bool[Array, 'B T'], *, limit) -> Bool[Array, 'B']:
   """sum_t chi2(policy || rollout) <= limit: what the response as a whole may spend.
 
-  |Error| <= `sharp_bounds.budget_l2(limit)` ~ 0.35 limit on the part kept by `prefix_chi2_budget`,
-  whatever T is. Identical noise costs T times as much: let the limit grow with T. Needs exact chi2.
+  Delta of the policy patched by `prefix_chi2_budget` is at most `sharp_bounds.budget_l2(limit)` ~
+  0.35 limit, whatever T is; what leaves the budget costs its reward besides. Identical noise spends
+  T times as much: let the limit grow with T. Needs exact chi2.
   """
   return _within(sum_over_tokens(chi2_of(divergences), valid), limit)
 

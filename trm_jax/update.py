@@ -290,11 +290,10 @@ def gradients(
 
   zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2 if coefficient else 1)]
   empty = Mean(jnp.float32(0), jnp.float32(0))
-  micro = split(batch, settings.microbatches, settings.samples)
   (grads, means), rows = _each(
     body,
     (zeros, (empty, empty)),
-    (micro, jnp.arange(settings.microbatches)),
+    (split(batch, settings.microbatches, settings.samples), jnp.arange(settings.microbatches)),
     settings.microbatches,
   )
   surrogate, penalty = means
@@ -364,14 +363,13 @@ def update(
   return state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), reports)
 
 
-def _rows(x: Array) -> Array:
-  """Rows of all updates [R, B, ...] as one batch, on every device."""
+def _rows(x: Array) -> Array:  # of all updates as one batch, on every device
   return sharding.reshard(x).reshape(-1, *x.shape[2:])
 
 
 def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Settings) -> TrainState:
   """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
-  kl, valid = _rows(reports.scored.divergences.kl), _rows(reports.scored.valid)
+  kl, valid = map(_rows, (reports.scored.divergences.kl, reports.scored.valid))
   # A floor above float32 noise: a healthy batch must not pull the limit to where nothing passes.
   largest = jnp.maximum(trust_region.max_over_tokens(kl, valid), LIMIT_FLOOR)
 
@@ -390,8 +388,8 @@ def summarise(
 ) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
   """(scalars of the step, rows whose policy log-probs are not finite) from stacked reports."""
   scored, keep, missing = jax.tree.map(_rows, (reports.scored, reports.keep, reports.missing))
-  fresh = keep.size // settings.epochs
-  scalars = metrics.summarise(scored, keep, missing, samples=settings.samples, fresh=fresh)
+  groups = dict(samples=settings.samples, fresh=keep.size // settings.epochs)
+  scalars = metrics.summarise(scored, keep, missing, **groups)
   scalars |= {
     'loss': reports.loss.mean(),
     'grad_norm': reports.grad_norm.mean(),
