@@ -11,7 +11,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from trm_jax import divergences, policy, sampling, sharding, types
-from trm_jax.mismatch import fleet, precision, routing, staleness
+from trm_jax.mismatch import (
+  decoding,
+  fleet,
+  heavy_tail,
+  precision,
+  reduction,
+  reporting,
+  routing,
+  staleness,
+)
 
 V, PAD, EOS = 12, 0, 1
 PROMPTS, SAMPLES, WIDTH, LENGTH, VERSION = 8, 3, 4, 3, 7
@@ -28,15 +37,26 @@ ENGINES = {
   'stale': fleet.Engine(staleness=staleness.Staleness(steps=2)),
   'stuck': fleet.Engine(staleness=staleness.Staleness(stuck=True)),
   'all': fleet.Engine(
-    precision=LOW,
-    routing=routing.Routing(jitter=2.0),
+    # No grid so coarse that the order of sums on a mesh decides a token.
+    precision=precision.Precision(
+      weights='int8_channel', kv='bfloat16', softmax='float16', rounding='stochastic'
+    ),
+    reduction=reduction.Reduction(permute=True, attention_block=2),
+    routing=routing.Routing(jitter=2.0, flips=(0.3,), dtype='bfloat16', capacity=1.0),
     staleness=staleness.Staleness(steps=1),
+    decoding=decoding.Decoding(temperature=0.8, top_k=10, top_p=0.95),
+    heavy_tail=heavy_tail.HeavyTail(scale=1.0, spikes=0.05, outliers=0.3),
+    reporting=reporting.Reporting(dtype='bfloat16', missing=0.1, shift=1, scrambled=0.5),
   ),
 }
+SOURCES = [field.name for field in dataclasses.fields(fleet.Engine)]
 TEAMS = {name: fleet.Fleet(engine=engine) for name, engine in ENGINES.items()}
 TEAMS['stuck'] = fleet.Fleet(broken=ENGINES['stuck'], broken_samples=SAMPLES)
 MIXED = fleet.Fleet(
-  engine=ENGINES['routing'],
+  engine=dataclasses.replace(
+    ENGINES['routing'],
+    decoding=decoding.Decoding(top_k=10),
+  ),
   broken=fleet.Engine(precision=precision.Precision(kv='float8_e5m2')),
   broken_samples=1,
 )
@@ -170,6 +190,165 @@ def test_bad_formats(name):
     precision.Precision(**{name: 'int4'})
 
 
+@pytest.mark.parametrize('name, same', [('e8m7', 'bfloat16'), ('e5m10', 'float16'), ('e5m2', None)])
+def test_any_exponent_and_mantissa(name, same):
+  same = same or 'float8_e5m2'
+  info = ml_dtypes.finfo(same)
+  rng = np.random.default_rng(0)
+  low, high = max(info.minexp, -60), min(info.maxexp, 60)
+  values = rng.uniform(-2, 2, 20_000) * 2.0 ** rng.integers(low + 1, high - 1, 20_000)
+  values = values[np.abs(values) >= float(info.smallest_normal)].astype(np.float32)
+  got = np.asarray(precision.round_to(jnp.asarray(values), name))
+  np.testing.assert_array_equal(got, np.asarray(precision.round_to(jnp.asarray(values), same)))
+  # Apart: subnormals are flushed, and beyond the range the largest number stands.
+  tiny = float(info.smallest_normal)
+  if same != 'bfloat16':
+    np.testing.assert_array_equal(
+      precision.round_to(jnp.array([tiny, 0.4 * tiny]), name), [tiny, 0]
+    )
+  top = float(info.max)
+  np.testing.assert_array_equal(
+    precision.round_to(jnp.array([3.4e38, -jnp.inf]), name), [top, -top]
+  )
+
+
+def test_int8_has_255_levels():
+  w = np.random.default_rng(0).normal(size=(3, 40, 6)).astype(np.float32)
+  w[1, 2] = 0
+  for name, axis in (('int8', (-2, -1)), ('int8_channel', -2)):
+    scale = np.abs(w).max(axis, keepdims=True) / np.float32(127)
+    levels = np.clip(np.round(w / scale), -127, 127).astype(np.int8)
+    got = np.asarray(precision.round_to(jnp.asarray(w), name, axis=axis))
+    np.testing.assert_allclose(got, levels.astype(np.float32) * scale, rtol=1e-6)
+    assert np.abs(got - w).max() <= scale.max() * 0.5001
+  assert (precision.round_to(jnp.zeros((2, 3)), 'int8') == 0).all()
+  assert np.isnan(precision.round_to(jnp.array([1.0, jnp.nan]), 'int8')[1])
+  # As weights: one scale a matrix (of each layer and expert), or one an output channel.
+  params = {k: parameters()['layers']['mlp'][k] for k in ('gate', 'down')}
+  params |= {'head': parameters()['head']}
+  rounded = precision.round_weights(params, precision.Precision(weights='int8_channel'))
+  for name, inputs in (('gate', -2), ('down', -2), ('head', -1)):
+    want = precision.round_to(params[name], 'int8_channel', axis=inputs)
+    np.testing.assert_array_equal(rounded[name], want)
+  rounded = precision.round_weights(params, precision.Precision(weights='int8'))
+  want = precision.round_to(params['gate'], 'int8', axis=(-2, -1))
+  np.testing.assert_array_equal(rounded['gate'], want)
+
+
+@pytest.mark.parametrize('name', [*precision.FORMATS, 'e4m3', 'int8'])
+def test_stochastic_rounding_keeps_the_mean(name):
+  rng = np.random.default_rng(0)
+  x = (rng.normal(size=300) * 2.0 ** rng.integers(-8, 4, 300)).astype(np.float32)
+  x = jnp.asarray(np.concatenate([x, [0.0, 0.003, -1.0, 1.0, 16.0]]).astype(np.float32))
+  draws = 512  # noise on a regular grid: the mean over it is x to 1 / draws of a step
+  noise = jnp.asarray(((np.arange(draws) + 0.5) / draws).astype(np.float32))
+  wide = jnp.broadcast_to(x[None], (draws, x.size))
+  out = np.asarray(
+    precision.round_to(wide, name, noise=jnp.broadcast_to(noise[:, None], wide.shape))
+  )
+  grid = [len(np.unique(column)) for column in out.T]
+  assert max(grid) == 2
+  # A step of the grid is at most a quarter of x, or the smallest number; int8 has one step for all.
+  steps = np.maximum(out.max(0) - out.min(0), 0.25 * np.abs(x)) + out[out > 0].min()
+  steps = steps.max() if name == 'int8' else steps
+  error = np.abs(out.mean(0, dtype=np.float64) - x)
+  assert (error <= steps / draws + 1e-6 * np.abs(x)).all()
+  np.testing.assert_array_equal(precision.round_to(jnp.asarray(out), name), out)  # on the grid
+  edges = jnp.array([jnp.inf, jnp.nan])
+  far = precision.round_to(edges, name, noise=jnp.array([0.9, 0.9]))
+  assert np.isnan(far[1]) and (name == 'int8' or np.isfinite(far[0]))
+
+
+def test_stochastic_hooks_draw_from_their_token_and_layer():
+  low = precision.Precision(activations='e8m3', kv='e8m3', logits='e8m3', rounding='stochastic')
+  hooks = precision.hooks(low)
+  assert hooks.keyed and hooks.activation is None and hooks.kv is None
+  keys = jax.random.split(jax.random.key(0), (2, 30))
+  x = jnp.broadcast_to(jnp.linspace(1, 2, 50)[None, None], (2, 30, 50))
+  real = jnp.ones((2, 30), bool)
+  of = lambda layer: hooks.bind(policy.Hooks(), layer, keys, real)
+  first, second = of(0), of(1)
+  seen = [np.asarray(h(x)) for h in (first.activation, first.kv, second.activation)]
+  seen.append(np.asarray(hooks.logits(x, keys)))
+  np.testing.assert_array_equal(seen[0], of(0).activation(x))
+  for a, b in ((0, 1), (0, 2), (0, 3)):
+    assert (seen[a] != seen[b]).mean() > 0.1
+  for out in seen:
+    assert (out[0, 0] != out[0, 1]).any() and abs(out.mean() - 1.5) < 0.004
+  with pytest.raises(types.InputError, match='key=None'):
+    precision.round_weights({}, precision.Precision(weights='int8', rounding='stochastic'))
+  weights = precision.Precision(weights='e8m3', rounding='stochastic')
+  tree = {'head': parameters()['head']}
+  draw = lambda seed: precision.round_weights(tree, weights, key=jax.random.key(seed))
+  assert (draw(0)['head'] != draw(1)['head']).any()
+  equal(draw(0), draw(0))
+
+
+def test_scores_and_probabilities_are_rounded_apart():
+  scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, 50, 40)).astype(np.float32) * 3)
+
+  def kl(temperature=1.0, **formats):
+    hooks = precision.hooks(precision.Precision(**formats), temperature=temperature)
+    out = hooks.logits(scores, None)
+    return out, float(divergences.kl(scores, out, temperature=temperature).mean())
+
+  logits, coarse = kl(logits='bfloat16')
+  np.testing.assert_array_equal(logits, precision.round_to(scores, 'bfloat16'))
+  assert 0 < kl(logits='e8m10')[1] < coarse < kl(logits='e8m3')[1]
+  for temperature in (1.0, 0.7):
+    out, found = kl(temperature, softmax='float16')
+    rounded = precision.round_to(jax.nn.softmax(scores / temperature), 'float16')
+    want = rounded / rounded.sum(-1, keepdims=True)
+    np.testing.assert_allclose(jax.nn.softmax(out / temperature), want, rtol=0, atol=1e-6)
+    assert 0 < found < kl(temperature, softmax='float8_e4m3fn')[1]
+  assert (kl(softmax='float8_e4m3fn')[0] == -jnp.inf).any()  # small probabilities vanish
+  both = precision.Precision(logits='bfloat16', softmax='float16')
+  np.testing.assert_array_equal(precision.hooks(both, jnp.float32(0)).logits(scores, None), scores)
+  # Where all would vanish, rounding is left out.
+  flat = precision.hooks(precision.Precision(softmax='e3m3')).logits(jnp.zeros((1, 1, 4000)), None)
+  assert jnp.isfinite(flat).all()
+
+
+def test_kl_grows_as_bits_are_dropped():
+  tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (8, 6)).astype(np.int32))
+  ladder = ('e8m7', 'e8m2')
+
+  def scores(params, **formats):
+    hooks = precision.hooks(precision.Precision(**formats))
+    start = jnp.zeros(8, jnp.int32)
+    return policy.logits(params, policy.apply(params, CONFIG, tokens, start=start, hooks=hooks)[0])
+
+  @jax.jit
+  def inside(params, rounded):
+    own = scores(params)
+    kls = [
+      divergences.kl(own, scores(params, **{site: f})).mean() for site in SITES for f in ladder
+    ]
+    return jnp.stack(kls).reshape(len(SITES), -1), divergences.kl(own, scores(rounded)).mean()
+
+  SITES = ('activations', 'kv')
+  of = lambda f: precision.round_weights(parameters(), precision.Precision(weights=f))
+  found = [inside(parameters(), of(f)) for f in (*ladder, 'int8', 'int8_channel')]
+  weights = np.array([x for _, x in found])
+  for kls in (*np.asarray(found[0][0]), weights[:2]):
+    assert 0 < kls[0] < kls[1]
+  assert 0 < weights[3] < weights[2] < weights[1]  # one scale a channel is finer than one a matrix
+
+
+@pytest.mark.parametrize(
+  'bad, match',
+  [
+    (dict(logits='int8_channel'), "precision.logits='int8_channel' is for weights"),
+    (dict(weights='e1m3'), "precision.weights='e1m3' must have 2 to 8 exponent"),
+    (dict(kv='e8m24'), "precision.kv='e8m24' must have .* 1 to 23 mantissa bits"),
+    (dict(rounding='stochastic'), "precision.rounding='stochastic' rounds nothing"),
+  ],
+)
+def test_impossible_precision(bad, match):
+  with pytest.raises(types.InputError, match=match):
+    precision.Precision(**bad)
+
+
 # Routing
 
 
@@ -225,19 +404,161 @@ def test_flips_grow_with_jitter():
   tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (16, 20)).astype(np.int32))
   keys = jax.random.split(jax.random.key(2), (16, 20))
 
+  source = routing.Routing(jitter=1.0, noise='uniform')
+
   @jax.jit
-  def routes(strength):
-    hooks = policy.Hooks(router=routing.hook(routing.Routing(jitter=1.0), strength))
+  def passed(strength):
+    hooks = routing.hooks(source, strength)
     start = jnp.zeros(16, jnp.int32)
     _, _, aux = policy.apply(
       parameters(), CONFIG, tokens, start=start, noise_keys=keys, hooks=hooks
     )
-    return aux.routes
+    return aux.router_logits, aux.routes
 
-  clean, everything = routes(0.0), jnp.ones((16, 20), bool)
-  rates = [float(routing.flip_rate(routes(s), clean, everything)[0]) for s in (0, 0.1, 0.5, 2, 50)]
+  (scores, clean), everything = passed(0.0), jnp.ones((16, 20), bool)
+  rates = []
+  for strength in (0, 0.05, 0.2, 1, 50):
+    routes = passed(strength)[1]
+    rates.append(float(routing.flip_rate(routes, clean, everything)[0]))
+    # Flips exactly where the top-k of the disturbed scores says so, and at no wide margin.
+    again = routing.hook(source, strength)(scores[:, :, 0], jnp.int32(0), keys)
+    np.testing.assert_array_equal(routes[:, :, 0, 0], again.argmax(-1))
+    ranked = np.sort(np.asarray(scores[:, :, 0]), -1)
+    wide = ranked[..., -1] - ranked[..., -2] >= 2 * strength
+    flipped = np.asarray(routes != clean)[:, :, 0, 0]
+    assert not flipped[wide].any() and (strength > 0.2 or wide.any())
   assert rates[0] == 0 and all(a < b for a, b in zip(rates, rates[1:], strict=False))
   assert abs(rates[-1] - 3 / 4) < 0.1  # pure noise picks any of 4 experts
+
+
+def test_forced_flips_hit_their_rate():
+  probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(0), (50, 60, 6)))
+  probabilities = probabilities.at[0].set(1 / 6)  # ties
+  keys = jax.random.split(jax.random.key(2), (50, 60))
+  ranked = np.asarray(jax.lax.top_k(probabilities, 3)[1])
+  own = jnp.asarray(ranked[..., :2])
+
+  def flips(rates, layer, strength=1.0):
+    hook = routing.hooks(routing.Routing(flips=rates), strength).routes
+    found = np.asarray(hook(probabilities, own, jnp.int32(layer), keys))
+    hit = (found != own).any(-1)
+    np.testing.assert_array_equal(found[hit], ranked[hit][:, [0, 2]])  # the runner-up comes in
+    return hit
+
+  for rates, layer, strength, want in (
+    ((0.1,), 0, 1.0, 0.1),
+    ((0.1,), 3, 1.0, 0.1),
+    ((0.0, 0.7), 1, 1.0, 0.7),
+    ((0.7, 0.0), 1, 1.0, 0.0),
+    ((0.7,), 0, 0.5, 0.35),
+    ((0.7,), 0, 0.0, 0.0),
+    ((1.0,), 0, 9.0, 1.0),
+  ):
+    hit = flips(rates, layer, strength)
+    assert abs(hit.mean() - want) <= 4 * np.sqrt(want * (1 - want) / hit.size)
+  both = flips((0.5,), 0) & flips((0.5,), 1)
+  assert abs(both.mean() - 0.25) < 4 * np.sqrt(0.19 / both.size)  # layers flip independently
+
+
+def test_low_precision_router():
+  scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32))
+  hook = routing.hook(routing.Routing(dtype='bfloat16'), jnp.float32(1))
+  np.testing.assert_array_equal(hook(scores, 0, None), precision.round_to(scores, 'bfloat16'))
+  off = routing.hook(routing.Routing(dtype='bfloat16'), jnp.float32(0))
+  np.testing.assert_array_equal(off(scores, 0, None), scores)
+
+
+def test_capacity_drops_the_surplus():
+  rows, length, experts = 60, 50, 4
+  keys = jax.random.split(jax.random.key(2), (rows, length))
+  real = jnp.arange(rows)[:, None] >= jnp.where(jnp.arange(length) < 5, 20, 0)[None]
+  probabilities = jnp.ones((rows, length, experts)) / experts
+
+  def kept(routes, capacity, strength=1.0):
+    source = routing.hooks(routing.Routing(capacity=capacity), strength)
+    assert source.keyed and source.gates is None
+    hooks = source.bind(policy.Hooks(), 0, keys, real)
+    weights = jnp.full(routes.shape, 0.5)
+    out = np.asarray(hooks.gates(weights, routes, probabilities, 0, keys))
+    assert set(np.unique(out)) <= {0, 0.5}
+    return out[..., 0] > 0
+
+  even = jnp.broadcast_to((jnp.arange(rows) % experts)[:, None, None], (rows, length, 1))
+  assert kept(even, 1.0).all() and kept(even, 2.0).all()
+  near = lambda hit, want: abs(hit.mean() - want) < 4 * np.sqrt(want * (1 - want) / hit.size)
+  assert near(kept(even, 0.6), 0.6)
+  one = jnp.zeros((rows, length, 1), jnp.int32)  # all want expert 0, which takes a quarter
+  assert near(kept(one, 1.0), 0.25) and near(kept(one, 1.25), 0.3125)
+  assert kept(one, 1.0, jnp.float32(0)).all()
+  # Padding is no load: among the first five slots a third of the rows is padding.
+  half = jnp.where(real, jnp.arange(rows)[:, None] % 2, 0)[..., None]
+  assert near(kept(half, 1.0)[20:, :5], 0.5)
+
+
+def test_replayed_routes_undo_the_mismatch_and_the_router_learns():
+  rng = np.random.default_rng(0)
+  draw = lambda width: jnp.asarray(rng.integers(2, V, (8, width)).astype(np.int32))
+  blank, valid = jnp.zeros(8, jnp.int32), jnp.ones((8, 5), bool)
+  zero = 0.0 * valid
+  text = types.Rollout(
+    draw(3), blank, draw(5), valid, None, None, zero, None, blank, blank, zero[:, 0]
+  )
+  engine = routing.hooks(routing.Routing(jitter=0.3, flips=(0.3,)))
+
+  def trainer(params, hooks):
+    hidden, aux = sampling.score(params, CONFIG, text, hooks=hooks)
+    logits = policy.logits(params, hidden)
+    return divergences.logp(logits, text.tokens).sum(), (logits, aux)
+
+  @jax.jit
+  def compare(params):
+    hidden, rolled = sampling.rescore(params, CONFIG, text, KEY, samples=2, hooks=engine)
+    rollout_logits = policy.logits(params, hidden)
+    learns = jax.grad(trainer, has_aux=True)
+    ids, both = (
+      learns(params, routing.replay(rolled.routes, gates)) for gates in (None, rolled.gates)
+    )
+    found = []
+    for grads, (logits, aux) in ((params, trainer(params, policy.Hooks())[1]), ids, both):
+      agree = 1 - routing.flip_rate(aux.routes, rolled.routes, jnp.ones((8, 7), bool))
+      router = jnp.abs(grads['layers']['mlp']['router']['kernel']).max()
+      kl = divergences.kl(logits, rollout_logits).mean()
+      found.append((agree[0], kl, router, jnp.abs(aux.gates - rolled.gates).max()))
+    return found
+
+  plain, ids, both = compare(parameters())
+  assert plain[0] < 0.9 and ids[0] == 1 and both[0] == 1
+  assert plain[1] > 2 * ids[1] > 0 and both[1] < 1e-9 < ids[1]
+  assert ids[3] > 0.01 and both[3] == 0
+  assert ids[2] > 1e-3 and both[2] > 1e-3
+  # Each layer is handed its own experts.
+  routes = jnp.arange(12).reshape(1, 2, 3, 2)
+  for layer in range(3):
+    chosen = routing.replay(routes).routes(None, None, jnp.int32(layer), None)
+    np.testing.assert_array_equal(chosen, routes[:, :, layer])
+
+
+MOE2 = dataclasses.replace(CONFIG, experts_per_token=2)
+DENSE = dataclasses.replace(CONFIG, experts=0)
+ALL4 = dataclasses.replace(CONFIG, experts_per_token=4)
+
+
+@pytest.mark.parametrize(
+  'dials, config, match',
+  [
+    (dict(flips=(1.5,)), MOE2, r'routing.flips=\(1.5,\) must hold shares'),
+    (dict(capacity=0.0), MOE2, 'routing.capacity=0.0 must be > 0'),
+    (dict(dtype='int8'), MOE2, "routing.dtype='int8' has no fixed grid"),
+    (dict(dtype='int4'), MOE2, "routing.dtype='int4' is not one of"),
+    (dict(jitter=0.5), DENSE, 'routing.jitter=0.5 needs experts, but policy.experts=0 is a dense'),
+    (dict(flips=(0.5,)), DENSE, r'routing.flips=\(0.5,\) needs experts'),
+    (dict(flips=(0.5,)), ALL4, 'no expert to flip to: policy.experts_per_token=4'),
+    (dict(flips=(0.5, 0.1)), MOE2, 'routing.flips holds 2 shares; give 1, or one .* 1 layers'),
+  ],
+)
+def test_impossible_routing(dials, config, match):
+  with pytest.raises(types.InputError, match=match):
+    fleet.Fleet(engine=fleet.Engine(routing=routing.Routing(**dials))).check(config, 4)
 
 
 def test_no_jitter_no_hook():
@@ -306,7 +627,9 @@ def test_staleness_errors():
 # Fleet
 
 
-@pytest.mark.parametrize('name', ENGINES)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=[pytest.mark.slow] * (n == 'all')) for n in ENGINES]
+)
 def test_strength_zero_is_bit_identical_to_no_mismatch(name):
   healthy = run(fleet.Fleet())
   off, on = run(TEAMS[name], 0.0), run(TEAMS[name], 1.0)
@@ -382,6 +705,90 @@ def test_engines_act_as_their_parts():
     parameters(),
   )
   np.testing.assert_array_equal(run(fleet.Fleet(engine=weights)).logits, bare(rounded).logits)
+
+
+@functools.cache
+def battery():
+  """All sources in one program: (rollout, the trainer's KL and log-probs) for given strengths."""
+
+  def measure(params, first, history, text, start, strengths):
+    rollout = roll(
+      TEAMS['all'], params, first, history, text, start, strength=strengths, score='replay'
+    )
+    hidden, _ = sampling.score(params, CONFIG, rollout)
+    logits = policy.logits(params, hidden)
+    kl = divergences.kl(logits, rollout.logits)
+    return fields(rollout), kl, sampling.token_logp(logits, rollout.tokens, rollout.valid)
+
+  return jax.jit(measure)
+
+
+def measured(**strengths):
+  """(rollout, mean KL, mean |log_ratio|), the sources at these strengths and the others off."""
+  strengths = {name: jnp.float32(strengths.get(name, 0)) for name in SOURCES}
+  rollout, kl, logp = battery()(parameters(), parameters(3), past(), TEXT, START, strengths)
+  valid = np.asarray(rollout['valid'])
+  kl, log_ratio = (np.asarray(x)[valid] for x in (kl, logp - rollout['logp']))
+  return rollout, kl.mean(), np.abs(np.nan_to_num(log_ratio, nan=9.0)).mean()
+
+
+def test_all_sources_off_is_the_healthy_engine():
+  rollout, kl, log_ratio = measured()
+  assert kl == 0 and log_ratio == 0
+  equal(rollout, fields(run(fleet.Fleet(), score='replay')))
+
+
+@pytest.mark.parametrize('source', SOURCES)
+def test_each_source_acts_alone_and_again_the_same(source):
+  rollout, kl, log_ratio = measured(**{source: 1})
+  if source == 'reporting':
+    assert kl == 0 and log_ratio > 0.3
+    off, *_ = measured()
+    equal(rollout | {'logp': off['logp']}, off)
+  elif source == 'reduction':
+    assert 0 < kl < 1e-6
+  else:
+    assert kl > 1e-4 and log_ratio > 1e-3
+  equal(measured(**{source: 1})[0], rollout)
+
+
+def test_sources_compose_and_grow():
+  for source, place in (('routing', 1), ('heavy_tail', 1), ('reporting', 2)):
+    found = [measured(**{source: s})[place] for s in (0.1, 0.4, 1.0)]
+    assert 0 < found[0] < found[1] < found[2], source
+  alone = {source: measured(**{source: 1})[1] for source in SOURCES}
+  *_, log_ratio = measured(**dict.fromkeys(SOURCES, 1))
+  pair, kl, _ = measured(decoding=1, heavy_tail=1)
+  assert kl > alone['heavy_tail'] and log_ratio > 0.3
+  assert (np.asarray(pair['logits']) == -np.inf).any()
+  with pytest.raises(types.InputError, match="strength names 'roting', which is not one of"):
+    fleet.hooks(ENGINES['routing'], {'roting': 0.0})
+
+
+def test_the_trainer_is_untouched():
+  """Its forward pass and gradient are the same program before and after any engine has run."""
+
+  def loss(params, rollout):
+    return sampling.policy_logp(params, CONFIG, types.Rollout(**rollout)).sum()
+
+  rollout = fields(run(fleet.Fleet()))
+  before = str(jax.make_jaxpr(jax.grad(loss))(parameters(), rollout))
+  measured(**dict.fromkeys(SOURCES, 1))
+  assert str(jax.make_jaxpr(jax.grad(loss))(parameters(), rollout)) == before
+
+
+def test_what_hidden_states_cannot_hold():
+  for engine in (
+    fleet.Engine(decoding=decoding.Decoding(top_k=3)),
+    fleet.Engine(heavy_tail=heavy_tail.HeavyTail(scale=1.0)),
+    fleet.Engine(reduction=reduction.Reduction(permute=True)),
+  ):
+    with pytest.raises(types.InputError, match="store='hidden' .*use store='logits'"):
+      team = fleet.Fleet(engine=engine)
+      roll(team, parameters(), None, None, jnp.asarray(TEXT), jnp.asarray(START), store='hidden')
+  team = fleet.Fleet(engine=fleet.Engine(reporting=reporting.Reporting(scrambled=0.5)))
+  with pytest.raises(types.InputError, match='scrambled=0.5 needs'):
+    team.check(CONFIG, 1)
 
 
 TEAM = fleet.Fleet(broken=ENGINES['stuck'], broken_samples=1)
@@ -479,11 +886,18 @@ def test_fleet_errors():
 
 
 @pytest.mark.parametrize(
-  'mesh, score', [((4, 2), 'decode'), pytest.param((8, 1), 'replay', marks=pytest.mark.slow)]
+  'team, mesh, score',
+  [
+    ('mixed', (4, 2), 'decode'),
+    pytest.param('all', (4, 2), 'decode', marks=pytest.mark.slow),
+    pytest.param('all', (8, 1), 'replay', marks=pytest.mark.slow),
+  ],
 )
-def test_meshes_agree(mesh, score):
+def test_meshes_agree(team, mesh, score):
   args = parameters(), parameters(3), past()
-  want = run(MIXED, temperature=1.3, score=score)
+  team = MIXED if team == 'mixed' else TEAMS[team]
+  options = {} if score == 'decode' else {'score': score}
+  want = run(team, **options)
   with jax.set_mesh(sharding.make_mesh(*mesh)):
     fresh = jax.eval_shape(lambda key: policy.init(key, CONFIG, V), jax.random.key(0))
     place = lambda tree: jax.tree.map(
@@ -494,7 +908,7 @@ def test_meshes_agree(mesh, score):
       fresh,
     )
     rows = lambda x: jax.device_put(x, P('data'))
-    got = jax.jit(functools.partial(roll, MIXED, temperature=1.3, score=score))(
+    got = jax.jit(functools.partial(roll, team, **options))(
       *map(place, args), rows(TEXT), rows(START), jnp.float32(1)
     )
   for name in ('tokens', 'valid', 'engine', 'version', 'prompts', 'start'):

@@ -10,15 +10,14 @@ change of one file.
 
 Rows are left-padded: `start[b]` is the first real slot, and attention masks by slot, never by token
 id. With a cache the same function decodes. `Hooks` lets the mismatch module disturb activations,
-the KV cache and router scores; a hook that is None is not traced at all. Float32 matmuls are
-float32 on every backend: the bf16 passes that accelerators take by default would be a mismatch of
-their own.
+the KV cache and the router; a hook that is None is not traced at all. Float32 matmuls are float32
+on every backend: the bf16 passes that accelerators take by default would be a mismatch of their
+own.
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from trm_jax import attention as attn
 from trm_jax import sharding
+from trm_jax.mismatch.hooks import Hooks
 from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import InputError
 
@@ -93,21 +93,6 @@ class PolicyConfig:
       raise InputError(f'policy.dtype={self.dtype!r} is not float32, bfloat16 or float16.')
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hooks:
-  """What a rollout engine does differently. None costs nothing: the hook is not traced.
-
-  Attributes:
-    activation: applied to the input of every matmul of a layer.
-    kv: applied to keys and values as they enter the cache.
-    router: (router scores [B,T,E], layer, noise keys [B,T]) -> disturbed scores.
-  """
-
-  activation: Callable[[Array], Array] | None = None
-  kv: Callable[[Array], Array] | None = None
-  router: Callable[[Array, Array, Array], Array] | None = None
-
-
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +107,11 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-  """Router scores after hooks, [B, T, N, E], and chosen experts [B, T, N, K]; None if dense."""
+  """Router scores after hooks [B,T,N,E], chosen experts and their weights; None if dense."""
 
   router_logits: Float[Array, 'B T N E'] | None
   routes: Int[Array, 'B T N K'] | None
+  gates: Float[Array, 'B T N K'] | None
 
 
 def _rms_norm(x, scale):
@@ -233,10 +219,17 @@ class _Experts(nnx.Module):
     scores = self.router(x.astype(jnp.float32), out_sharding=rows)
     if hooks.router is not None:
       scores = hooks.router(scores, layer, noise_keys)
-    chosen, routes = jax.lax.top_k(jax.nn.softmax(scores), config.experts_per_token)
+    probabilities = jax.nn.softmax(scores)
+    chosen, routes = jax.lax.top_k(probabilities, config.experts_per_token)
+    if hooks.routes is not None:
+      routes = hooks.routes(probabilities, routes, layer, noise_keys)
+    one_hot = routes[..., None] == jnp.arange(config.experts)[None, None, None]
+    if hooks.routes is not None:
+      chosen = jnp.where(one_hot, probabilities[..., None, :], 0).sum(-1)
     if config.normalize_gates:
       chosen = chosen / chosen.sum(-1, keepdims=True)
-    one_hot = routes[..., None] == jnp.arange(config.experts)[None, None, None]
+    if hooks.gates is not None:
+      chosen = hooks.gates(chosen, routes, probabilities, layer, noise_keys)
     gates = jnp.where(one_hot, chosen[..., None], 0).sum(-2).astype(x.dtype)
     by_expert = sharding.spec(DATA, None, MODEL, None)
     weight = lambda p: p[...].astype(config.dtype)
@@ -246,7 +239,7 @@ class _Experts(nnx.Module):
       _through(hooks.activation, inner) * sharding.reshard(gates, DATA, None, MODEL)[..., None]
     )
     out = jnp.einsum('btef,efd->btd', inner, weight(self.down), out_sharding=rows)
-    return out, (scores, routes)
+    return out, (scores, routes, chosen)
 
 
 class _Layer(nnx.Module):
@@ -321,7 +314,7 @@ def apply(
   cache: Cache | None = None,
   noise_keys: Key[Array, 'B T'] | None = None,
   attention: attn.Attention = attn.plain,
-  hooks: Hooks = Hooks(),
+  hooks: Hooks = Hooks(),  # noqa: B008 - frozen
 ) -> tuple[Float[Array, 'B T D'], Cache | None, Aux]:
   """Final hidden states of `tokens`, which occupy slots slot..slot+T-1.
 
@@ -342,6 +335,10 @@ def apply(
   def layer(carry, xs):
     x, cache = carry
     weights, index = xs
+    here = hooks
+    if hooks.bind is not None:
+      real = slot + jnp.arange(tokens.shape[1])[None] >= start[:, None]
+      here = hooks.bind(hooks, index, noise_keys, real)
     x, cache, routing = nnx.merge(graph, weights)(
       x,
       start=start,
@@ -350,7 +347,7 @@ def apply(
       cache=cache,
       noise_keys=noise_keys,
       attention=attention,
-      hooks=hooks,
+      hooks=here,
     )
     return (x, cache), routing
 
@@ -364,7 +361,7 @@ def apply(
       # Small stacks are unrolled: the loop would copy each layer's cache in and out.
       unroll=config.layers <= 4,
     )
-  aux = Aux(None, None)
+  aux = Aux(None, None, None)
   if routing is not None:
     aux = Aux(*(jnp.moveaxis(r, 0, 2) for r in routing))
   return _rms_norm(x, params['scale']), cache, aux

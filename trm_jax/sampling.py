@@ -56,7 +56,17 @@ def _noise_keys(keys, first_slot, count):
   return _fold(jnp.broadcast_to(keys[:, None], shape), first_slot + _counter(shape, 1))
 
 
-def _repeat(x, samples, axis=0):
+def token_keys(
+  keys: Key[Array, 'B'], length: int, *, stream: int, first: int | Int[Array, ''] = 0
+) -> Key[Array, 'B T']:
+  """A key for each of `length` response slots from `first` on, from the rows' own keys.
+
+  Streams in use: 0 the forward pass, 1 the draws, 2 the scores, 3 what is reported.
+  """
+  return _noise_keys(_fold(keys, stream + _counter(keys.shape, 0) * 0), first, length)
+
+
+def repeat(x, samples: int, axis: int = 0):
   """Each prompt's entry once per sample, in place: [.., p, ..] -> [.., p * G, ..]."""
   shape = (*x.shape[: axis + 1], samples, *x.shape[axis + 1 :])
   wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
@@ -75,6 +85,18 @@ def _draw(keys, scores, temperature, greedy):
   # Strictly below the total, so that some entry lies above it.
   point = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
   return (cumulative > point[:, None]).argmax(-1)
+
+
+def _engine_scores(scores, keys, first, hooks):
+  """(scores [B,T,V] that tokens are drawn from, scores that log-probs are reported from)."""
+  if hooks.logits is not None:
+    scores = sharding.reshard(scores, DATA, None, None)
+    noise = token_keys(keys, scores.shape[1], stream=2, first=first)
+    scores = hooks.logits(scores, noise)
+  drawn = scores
+  if hooks.decode is not None:
+    drawn = hooks.decode(sharding.reshard(scores, DATA, None, None))
+  return drawn, drawn if hooks.reported is None else hooks.reported(scores, drawn)
 
 
 def generate(
@@ -102,7 +124,7 @@ def generate(
   [B,T,V], hidden states [B,T,D], or only the sampled log-probs. `first_sample` offsets the random
   streams, so that several engines can share a prompt. Slots after EOS hold PAD, 0 and False.
   Rewards are 0 and versions 0 until somebody sets them. Raises InputError for temperature <= 0,
-  samples < 1 or length < 1.
+  samples < 1, length < 1, or hidden states asked of an engine whose scores are not theirs.
   """
   if not greedy and not temperature > 0:
     raise InputError(
@@ -111,12 +133,16 @@ def generate(
   for name, value in (('samples', samples), ('length', length)):
     if value < 1:
       raise InputError(f'{name}={value} must be at least 1.')
+  if store == 'hidden' and (hooks.logits is not None or hooks.decode is not None):
+    raise InputError(
+      "store='hidden' cannot hold what this engine does to its logits; use store='logits'."
+    )
   prompts, start = sharding.reshard((prompts, start), DATA)
   count, width = prompts.shape
   rows, total = count * samples, width + length
   prompt_keys, keys = row_keys(key, count, samples, first_sample)
   keys = keys.reshape(rows)
-  noisy = hooks.router is not None
+  noisy = hooks.keyed
   shared = {'attention': attention, 'hooks': hooks}
 
   cache = policy.init_cache(config, count, total)
@@ -129,15 +155,15 @@ def generate(
     noise_keys=_noise_keys(prompt_keys, 0, width) if noisy else None,
     **shared,
   )
-  cache = jax.tree.map(lambda x: _repeat(x, samples, axis=1), cache)
-  row_start = _repeat(start, samples)
+  cache = jax.tree.map(lambda x: repeat(x, samples, axis=1), cache)
+  row_start = repeat(start, samples)
   blank = row_start[:, None] * jnp.zeros((1, length), jnp.int32)  # laid out like the rows
   real = blank.astype(jnp.float32)
   depth = {'logits': params['embed'].shape[0], 'hidden': config.width, 'logp': 0}[store]
   state = {
     'step': jnp.int32(0),
     'done': row_start < 0,
-    'hidden': _repeat(hidden[:, -1], samples),
+    'hidden': repeat(hidden[:, -1], samples),
     'cache': cache,
     'tokens': blank + pad,
     'valid': blank > 0,
@@ -148,15 +174,16 @@ def generate(
   if aux.routes is not None:
     n, k = aux.routes.shape[2:]
     room = blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32)
-    state['routes'] = jnp.concatenate([_repeat(aux.routes, samples), room], 1)
+    state['routes'] = jnp.concatenate([repeat(aux.routes, samples), room], 1)
 
   def emit(s):
     """Samples the token of slot `step` from the current hidden state."""
     t, done = s['step'], s['done']
     scores = sharding.reshard(policy.logits(params, s['hidden'][:, None])[:, 0], DATA, None)
     draw_keys = _fold(_fold(keys, 0 * row_start + 1), 0 * row_start + t)
+    scores, reported = (x[:, 0] for x in _engine_scores(scores[:, None], keys, t, hooks))
     token = jnp.where(done, pad, _draw(draw_keys, scores, temperature, greedy))
-    logp = divergences.logp(scores, token, temperature=temperature)
+    logp = divergences.logp(reported, token, temperature=temperature)
     kept = {'logits': scores, 'hidden': s['hidden'], 'logp': scores[:, :0]}[store]
     put = lambda store, new: jax.lax.dynamic_update_slice_in_dim(store, new[:, None], t, 1)
     return s | {
@@ -173,6 +200,8 @@ def generate(
     t = s['step']
     slot = width + t - 1
     token = jax.lax.dynamic_slice_in_dim(s['tokens'], t - 1, 1, 1)
+    if hooks.bind is not None:  # experts' load counts finished rows: the same ones as in `score`
+      token = jnp.where(jax.lax.dynamic_slice_in_dim(s['valid'], t - 1, 1, 1), token, 0)
     hidden, cache, aux = policy.apply(
       params,
       config,
@@ -191,7 +220,7 @@ def generate(
   state = emit(state)
   state = jax.lax.while_loop(lambda s: (s['step'] < length) & ~s['done'].all(), advance, state)
   return Rollout(
-    prompts=_repeat(prompts, samples),
+    prompts=repeat(prompts, samples),
     start=row_start,
     tokens=state['tokens'],
     valid=state['valid'],
@@ -240,6 +269,36 @@ def score(
   return hidden[:, width - 1 :], aux
 
 
+def rescore(
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  rollout: Rollout,
+  key: Key[Array, ''],
+  *,
+  samples: int,
+  first_sample: int = 0,
+  hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
+  attention: attn.Attention = attn.plain,
+) -> tuple[Float[Array, 'B T D'], policy.Aux]:
+  """`score` as the engine that produced the rollout: its hooks and, from its `key`, its noise.
+
+  `aux.gates` are the weights the engine gave to its experts, which a rollout does not hold.
+  """
+  noise_keys = None
+  width, length = rollout.prompts.shape[1], rollout.tokens.shape[1]
+  if hooks.keyed:
+    prompt_keys, keys = row_keys(key, rollout.start.shape[0] // samples, samples, first_sample)
+    keys = keys.reshape(-1)
+    noise_keys = jnp.concatenate(
+      [
+        repeat(_noise_keys(prompt_keys, 0, width), samples),
+        token_keys(keys, length - 1, stream=0, first=width),
+      ],
+      1,
+    )
+  return score(params, config, rollout, noise_keys=noise_keys, hooks=hooks, attention=attention)
+
+
 def replay(
   params: policy.Params,
   config: policy.PolicyConfig,
@@ -258,23 +317,13 @@ def replay(
   parameters, hooks and noise (`key` and `first_sample` as given to `generate`). Slots after EOS
   hold 0, as in `generate`.
   """
-  noise_keys = None
-  width, length = rollout.prompts.shape[1], rollout.tokens.shape[1]
-  if hooks.router is not None:
-    prompt_keys, keys = row_keys(key, rollout.start.shape[0] // samples, samples, first_sample)
-    keys = keys.reshape(-1)
-    noise_keys = jnp.concatenate(
-      [
-        _repeat(_noise_keys(prompt_keys, 0, width), samples),
-        _noise_keys(_fold(keys, 0 * rollout.start), width, length - 1),
-      ],
-      1,
-    )
-  hidden, aux = score(
-    params, config, rollout, noise_keys=noise_keys, hooks=hooks, attention=attention
-  )
-  logits = policy.logits(params, hidden)
-  logp = token_logp(logits, rollout.tokens, rollout.valid, temperature=temperature)
+  shared = {'samples': samples, 'first_sample': first_sample}
+  hidden, aux = rescore(params, config, rollout, key, hooks=hooks, attention=attention, **shared)
+  keys = None
+  if hooks.logits is not None:
+    keys = row_keys(key, rollout.start.shape[0] // samples, **shared)[1].reshape(-1)
+  logits, reported = _engine_scores(policy.logits(params, hidden), keys, 0, hooks)
+  logp = token_logp(reported, rollout.tokens, rollout.valid, temperature=temperature)
   blank = lambda x: jnp.where(rollout.valid[..., None], x, 0)
   return dataclasses.replace(
     rollout,

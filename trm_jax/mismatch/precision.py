@@ -1,77 +1,243 @@
-"""Precision: the engine stores weights, activations or the KV cache in fewer bits.
+"""Precision: the engine holds weights, activations, the KV cache or its scores in fewer bits.
 
-Real dtype casts, rounded to nearest even and clipped to the format's finite range (e4m3 turns
-overflow into NaN otherwise). The gradient passes straight through.
+| format                  | what it is                                                      |
+| ----------------------- | --------------------------------------------------------------- |
+| bfloat16 .. float8_e5m2 | the real dtype's cast: nearest even, subnormals kept            |
+| eXmY, e.g. e5m7         | X exponent and Y mantissa bits; subnormals are flushed to 0     |
+| int8                    | 255 levels up to the largest entry: of a matrix, or of a vector |
+| int8_channel            | the same with one scale per output channel; weights only        |
+
+All are clipped to the format's finite range (a cast to e4m3 turns overflow into NaN otherwise).
+The gradient passes straight through.
 """
 
 import dataclasses
 import functools
+import re
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from trm_jax import policy
 from trm_jax.types import InputError
 
 FORMATS = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
+Rounding = Literal['nearest', 'stochastic']
+
+
+class _Grid(NamedTuple):
+  """A float format: exponent of its smallest normal number, mantissa bits, largest number."""
+
+  lowest: int
+  mantissa: int
+  top: float
+  subnormals: bool
+
+
+def _bits(name: str) -> tuple[int, int] | None:
+  found = re.fullmatch(r'e(\d+)m(\d+)', name)
+  return found and (int(found[1]), int(found[2]))
+
+
+def _grid(name: str) -> _Grid:
+  bits = _bits(name)
+  if bits is None:
+    info = jnp.finfo(name)
+    return _Grid(int(info.minexp), int(info.nmant), float(info.max), True)
+  exponent, mantissa = bits
+  bias = 2 ** (exponent - 1) - 1
+  return _Grid(1 - bias, mantissa, (2 - 2.0**-mantissa) * 2.0**bias, False)
+
+
+def check_format(argument: str, value: str | None, *, channels: bool = False) -> None:
+  """Raises InputError unless `value` is None or a format that `argument` can have."""
+  if value is None or value in FORMATS or value == 'int8':
+    return
+  if value == 'int8_channel':
+    if channels:
+      return
+    raise InputError(f"{argument}='int8_channel' is for weights; use 'int8', one scale a vector.")
+  bits = _bits(value)
+  if bits is None:
+    raise InputError(
+      f'{argument}={value!r} is not one of {", ".join(FORMATS)}, int8'
+      f'{", int8_channel" if channels else ""} or eXmY such as e5m7.'
+    )
+  if not (2 <= bits[0] <= 8 and 1 <= bits[1] <= 23):
+    raise InputError(
+      f'{argument}={value!r} must have 2 to 8 exponent and 1 to 23 mantissa bits: it is simulated'
+      ' in float32.'
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-  """Formats of the engine; None keeps the trainer's."""
+  """Formats: bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, eXmY; None = the trainer's."""
 
-  # Format of every matrix (norm scales stay float32), e.g. float8_e5m2.
+  # Format of every matrix (norm scales stay float32): float8_e5m2 loses most, bfloat16 least;
+  # int8 has one scale a matrix, int8_channel one an output channel.
   weights: str | None = None
-  # Format of the input of every matmul.
+  # Format of the input of every matmul; int8 has one scale a token.
   activations: str | None = None
-  # Format of keys and values as they enter the cache.
+  # Format of keys and values as they enter the cache; int8 has one scale a head.
   kv: str | None = None
+  # Format of the scores over the vocabulary, e.g. bfloat16: an output head that is not float32.
+  logits: str | None = None
+  # Format of the probabilities a token is drawn from; small ones may vanish.
+  softmax: str | None = None
+  # To the nearest value, or up or down by chance so that the mean is kept.
+  rounding: Rounding = 'nearest'
 
   def __post_init__(self):
-    for name in ('weights', 'activations', 'kv'):
-      value = getattr(self, name)
-      if value is not None and value not in FORMATS:
-        raise InputError(f'precision.{name}={value!r} is not one of {", ".join(FORMATS)}.')
+    names = ('weights', 'activations', 'kv', 'logits', 'softmax')
+    for name in names:
+      check_format(f'precision.{name}', getattr(self, name), channels=name == 'weights')
+    if self.rounding not in ('nearest', 'stochastic'):
+      raise InputError(f'precision.rounding={self.rounding!r} is not nearest or stochastic.')
+    if self.rounding == 'stochastic' and not any(getattr(self, name) for name in names):
+      raise InputError("precision.rounding='stochastic' rounds nothing: set a format as well.")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _cast(x, dtype):
-  top = float(jnp.finfo(dtype).max)
+def _nearest(x, name):
+  grid = _grid(name)
   # Clipped in float32: in x's own format the bound itself might round up and overflow.
-  return jnp.clip(x.astype(jnp.float32), -top, top).astype(dtype).astype(x.dtype)
+  x = jnp.clip(x, -grid.top, grid.top)
+  if _bits(name) is None:
+    return x.astype(name).astype(jnp.float32)
+  return jax.lax.reduce_precision(x, *_bits(name))
 
 
-@_cast.defjvp
-def _straight_through(dtype, primals, tangents):
-  return _cast(*primals, dtype), tangents[0]
+def _dithered(x, noise, name):
+  """x to one of its two neighbours in the format, the upper one where noise says so."""
+  grid = _grid(name)
+  x = jnp.clip(x, -grid.top, grid.top)
+  exponent = jnp.frexp(x)[1] - 1
+  step = jnp.maximum(exponent, grid.lowest) - grid.mantissa
+  if not grid.subnormals:  # between 0 and the smallest normal number there is nothing
+    step = jnp.where(exponent < grid.lowest, grid.lowest, step)
+  unit = jnp.ldexp(jnp.float32(1), jnp.maximum(step, -126))
+  return jnp.clip(jnp.floor(x / unit + noise) * unit, -grid.top, grid.top)
 
 
-def round_to(x: Float[Array, '*s'], dtype: str) -> Float[Array, '*s']:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _round(x, noise, name, axis):
+  x32 = x.astype(jnp.float32)
+  if name.startswith('int8'):
+    scale = jnp.abs(x32).max(axis, keepdims=True) / 127
+    scale = jnp.where(scale > 0, scale, 1)
+    level = jnp.round(x32 / scale) if noise is None else jnp.floor(x32 / scale + noise)
+    level = jnp.clip(level, -127, 127).astype(jnp.int8)
+    out = jnp.where(jnp.isnan(x32), x32, level.astype(jnp.float32) * scale)
+  else:
+    out = _nearest(x32, name) if noise is None else _dithered(x32, noise, name)
+  return out.astype(x.dtype)
+
+
+@_round.defjvp
+def _straight_through(name, axis, primals, tangents):
+  return _round(*primals, name, axis), tangents[0]
+
+
+def round_to(
+  x: Float[Array, '*s'],
+  dtype: str,
+  *,
+  noise: Float[Array, '*s'] | None = None,
+  axis: int | tuple[int, ...] = -1,
+) -> Float[Array, '*s']:
   """x rounded to `dtype` and back, |x| clipped to its largest finite value; NaN stays NaN.
 
-  The result has x's dtype. Its gradient is 1 everywhere, beyond the range too.
+  With `noise`, uniform in [0, 1), rounding is stochastic: up where noise >= 1 - (share of the way
+  to the upper neighbour), so that the mean over noise is x. int8 shares one scale along `axis`. The
+  result has x's dtype. Its gradient is 1 everywhere, beyond the range too.
   """
-  return _cast(x, dtype)
+  return _round(x, noise, dtype, axis)
 
 
-def round_weights(params: policy.Params, precision: Precision, strength=1.0) -> policy.Params:
-  """Parameters as the engine holds them: matrices rounded where strength > 0, scales untouched."""
+def round_weights(
+  params: policy.Params,
+  precision: Precision,
+  strength=1.0,
+  key: Key[Array, ''] | None = None,
+) -> policy.Params:
+  """Parameters as the engine holds them: matrices rounded where strength > 0, scales untouched.
+
+  Stochastic rounding draws from `key`; raises InputError where it is None.
+  """
   if precision.weights is None:
     return params
+  stochastic = precision.rounding == 'stochastic'
+  if stochastic and key is None:
+    raise InputError('key=None, but stochastic rounding of weights needs one.')
+  leaves, tree = jax.tree_util.tree_flatten_with_path(params)
 
-  def one(path, leaf):
-    if 'scale' in jax.tree_util.keystr(path[-1:]):
+  def one(index, path, leaf):
+    name = jax.tree_util.keystr(path[-1:])
+    if 'scale' in name:
       return leaf
-    return jnp.where(strength > 0, round_to(leaf, precision.weights), leaf)
+    # A matrix is the last two axes (layers and experts before); its inputs are summed over.
+    inputs = -1 if 'embed' in name or 'head' in name else -2
+    axis = inputs if precision.weights == 'int8_channel' else (-2, -1)
+    noise = jax.random.uniform(jax.random.fold_in(key, index), leaf.shape) if stochastic else None
+    rounded = round_to(leaf, precision.weights, noise=noise, axis=axis)
+    return jnp.where(strength > 0, rounded, leaf)
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  rounded = [one(index, path, leaf) for index, (path, leaf) in enumerate(leaves)]
+  return jax.tree_util.tree_unflatten(tree, rounded)
 
 
-def hooks(precision: Precision, strength=1.0) -> policy.Hooks:
-  """Hooks that round activations and the KV cache where strength > 0 (it may be traced)."""
+def _uniform(keys, shape):
+  return jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, shape)))(keys)
 
-  def rounding(dtype):
-    return None if dtype is None else lambda x: jnp.where(strength > 0, round_to(x, dtype), x)
 
-  return policy.Hooks(activation=rounding(precision.activations), kv=rounding(precision.kv))
+def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> policy.Hooks:
+  """Hooks that round activations, the KV cache and scores where strength > 0 (it may be traced).
+
+  The probabilities that `softmax` rounds are those of scores / `temperature`.
+  """
+  stochastic = precision.rounding == 'stochastic'
+
+  def rounding(name, keys=None):
+    """x -> x rounded, with noise of its own for each token where there are keys."""
+    if name is None:
+      return None
+
+    def to(x):
+      noise = None if keys is None else _uniform(keys, x.shape[2:])
+      return jnp.where(strength > 0, round_to(x, name, noise=noise), x)
+
+    return to
+
+  def bind(hooks, layer, keys, real):
+    """Activations and cache draw apart; sites of a layer that have one shape share their noise."""
+    of = lambda stream: jax.vmap(
+      jax.vmap(lambda k: jax.random.fold_in(k, 1_000_000 + 2 * layer + stream))
+    )(keys)
+    return dataclasses.replace(
+      hooks,
+      activation=rounding(precision.activations, of(0)),
+      kv=rounding(precision.kv, of(1)),
+    )
+
+  def scores(x, keys):
+    keyed = lambda stream: (
+      jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, stream)))(keys) if stochastic else None
+    )
+    if precision.logits is not None:
+      x = rounding(precision.logits, keyed(0))(x)
+    if precision.softmax is not None:
+      p = rounding(precision.softmax, keyed(1))(jax.nn.softmax(x / temperature))
+      p = jnp.where((p > 0).any(-1, keepdims=True), temperature * jnp.log(p), x)
+      x = jnp.where(strength > 0, p, x)
+    return x
+
+  inside = precision.activations is not None or precision.kv is not None
+  plain = inside and not stochastic
+  return policy.Hooks(
+    activation=rounding(precision.activations) if plain else None,
+    kv=rounding(precision.kv) if plain else None,
+    bind=bind if inside and stochastic else None,
+    logits=None if precision.logits is None and precision.softmax is None else scores,
+  )
