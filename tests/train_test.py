@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from trm_jax import loop, method, policy, recording, tasks, train, update
-from trm_jax.mismatch import fleet, staleness
+from trm_jax.mismatch import fleet, routing, staleness
 from trm_jax.types import InputError, NonFiniteError
 
 TINY = policy.PolicyConfig(
   width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
 )
+DENSE = dataclasses.replace(TINY, experts=0, experts_per_token=0)
+JITTER = fleet.Engine(routing=routing.Routing(jitter=1.0))
 # Everything that has a state of its own: history, followed limit, minibatches, epochs.
 CONFIG = train.Config(
   task='toy_task',
@@ -275,6 +277,8 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(microbatches=8), 'microbatches'),
     (dict(mesh='1,3'), 'kv_heads'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
+    (dict(replay_routes=True, policy=DENSE), 'replay_routes=True needs experts'),
+    (dict(fleet=fleet.Fleet(engine=JITTER), policy=DENSE), 'routing'),
     (dict(eval_prompts=7, mesh='2,1'), 'eval_prompts'),
   ],
 )
@@ -353,3 +357,22 @@ def test_mesh_flag_changes_nothing_but_rounding(mesh):
     np.testing.assert_allclose(meshed_scalars[name], scalars[name], rtol=1e-4)
   for a, b in zip(meshed, params, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_replayed_routes_are_the_engines_own():
+  """Under router noise the trainer's experts differ from the engine's, unless they are replayed."""
+  found = {}
+  tasks.prepare(program().task, CONFIG.data_dir)
+  for replayed in (False, True):
+    config = dataclasses.replace(
+      CONFIG, fleet=fleet.Fleet(engine=JITTER), epochs=1, minibatches=1, retrospective=False, method=method.Method(),
+      replay_routes=replayed,
+    )  # fmt: skip
+    built = train.build(config)
+    with jax.set_mesh(built.mesh):
+      state = built.start(built.init(jax.random.key(0)), jax.random.key(1))
+      batch = loop.rows(next(loop.prompts(built, 'train', 4, seed=0)))
+      _, scalars, _ = built.step(state, update.Arm(jnp.int32(0), jnp.float32(1)), *batch)
+    found[replayed] = scalars
+  assert found[False]['route_flips'] > 0.1 and found[True]['route_flips'] == 0
+  assert found[True]['kl/mean'] < found[False]['kl/mean']

@@ -357,6 +357,7 @@ def policy_logp(
   *,
   temperature: float = 1.0,
   attention: attn.Attention = attn.plain,
+  hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
 ) -> Float[Array, 'B T']:
   """Log-probs of the rollout's tokens under `params` in nats, 0 on invalid slots.
 
@@ -368,6 +369,6 @@ def policy_logp(
     logp, _ = linear_head.logp(hidden, head, tokens, temperature=temperature, axis_name=axis_name)
     return jnp.where(valid, logp, 0)
 
-  hidden, _ = score(params, config, rollout, attention=attention)
+  hidden, _ = score(params, config, rollout, attention=attention, hooks=hooks)
   by_head = sharding.over_head(block)
   return by_head(policy.head(params), hidden, rollout.tokens, rollout.valid)

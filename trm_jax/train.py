@@ -20,7 +20,7 @@ from jaxtyping import Array
 from trm_jax import attention, certificate, policy, sampling, sharding, tasks, update
 from trm_jax import method as mt
 from trm_jax.mismatch import fleet as fl
-from trm_jax.mismatch import staleness
+from trm_jax.mismatch import routing, staleness
 from trm_jax.policy import PolicyConfig
 from trm_jax.tasks import task as task_module
 from trm_jax.types import InputError, Rollout
@@ -101,6 +101,8 @@ class Config:
   # Whether stored rollout logits are those of decoding, or re-scored by the trainer's own forward
   # pass (then a healthy fleet of one engine has KL exactly 0 in a whole, unsplit batch).
   score: fl.Score = 'decode'
+  # Send each token of the trainer's pass to the experts the engine used; the router still learns.
+  replay_routes: bool = False
   # plain holds [T,T] scores; blockwise never does.
   attention: Literal['plain', 'blockwise'] = 'plain'
   # Devices as DATA,MODEL: rows over data, heads, experts and vocabulary over model.
@@ -164,7 +166,9 @@ class Config:
       raise InputError(
         f'policy.width={self.policy.width} must be a multiple of the {data} data devices of mesh.'
       )
-    self.fleet.shares(self.samples)
+    self.fleet.check(self.policy, self.samples)
+    if self.replay_routes and self.policy.experts < 2:
+      raise InputError('replay_routes=True needs experts to choose from: set policy.experts.')
     if self.fleet.stuck and self.fleet.history:
       raise InputError('fleet holds a stuck and a stale engine: one run simulates one of the two.')
 
@@ -218,12 +222,19 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
     )
   attend = getattr(attention, config.attention)
   optimizer = config.optimizer.make()
+
+  def hooks(rollout: Rollout) -> policy.Hooks:
+    """How the trainer's pass over a rollout departs from the plain one."""
+    replayed = config.replay_routes and rollout.routes is not None
+    return routing.replay(rollout.routes) if replayed else policy.Hooks()
+
   settings = update.Settings(
     methods=methods,
     policy=config.policy,
     samples=config.samples,
     temperature=config.temperature,
     attention=attend,
+    hooks=hooks,
     epochs=config.epochs,
     minibatches=config.minibatches,
     microbatches=config.microbatches,
@@ -267,16 +278,12 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
     return dataclasses.replace(rollout, reward=reward)
 
   def score(params, rollout):
-    hidden, _ = sampling.score(params, config.policy, rollout, attention=attend)
-    return policy.logits(params, hidden)
+    trainer = dict(attention=attend, hooks=hooks(rollout))
+    return policy.logits(params, sampling.score(params, config.policy, rollout, **trainer)[0])
 
-  logp = functools.partial(
-    lambda params, rollout, **settings: sampling.policy_logp(
-      params, config.policy, rollout, **settings
-    ),
-    temperature=config.temperature,
-    attention=attend,
-  )
+  def logp(params, rollout):
+    trainer = dict(temperature=config.temperature, attention=attend, hooks=hooks(rollout))
+    return sampling.policy_logp(params, config.policy, rollout, **trainer)
 
   def prepare(state: TrainState, rollout: Rollout) -> Batch:
     """Adds the trainer's own log-probs, where they are not simply the current policy's."""

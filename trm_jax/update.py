@@ -11,6 +11,7 @@ loss run inside one `shard_map` block; differentiation is outside it.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,6 +111,7 @@ class Settings:
   samples: int
   temperature: float
   attention: attn.Attention
+  hooks: Callable[[Rollout], policy.Hooks] = lambda rollout: policy.Hooks()
   epochs: int = 1
   minibatches: int = 1
   microbatches: int = 1
@@ -267,12 +269,12 @@ def gradients(
   chosen = jnp.asarray(chosen, jnp.int32)
 
   def terms(params, micro, micro_key):
+    hooks = settings.hooks(micro.rollout)
     hidden, aux = sampling.score(
-      params, settings.policy, micro.rollout, attention=settings.attention
+      params, settings.policy, micro.rollout, attention=settings.attention, hooks=hooks
     )
-    head = policy.head(params)
-    means, scored, kept, missing = over_mesh(hidden, head, micro, limit, micro_key, chosen)
-    return tuple(m.total for m in means), (means, scored, kept, missing, aux.routes)
+    means, *rows = over_mesh(hidden, policy.head(params), micro, limit, micro_key, chosen)
+    return tuple(m.total for m in means), (means, *rows, aux.routes)
 
   def body(carry, xs):
     grads, means = carry
@@ -284,9 +286,7 @@ def gradients(
     new = [pull((one, zero))[0]]
     if coefficient:  # a second backward pass only where there is a penalty
       new.append(pull((zero, one))[0])
-    grads = jax.tree.map(jnp.add, grads, new)
-    means = jax.tree.map(jnp.add, means, aux[0])
-    return (grads, means), aux[1:]
+    return jax.tree.map(jnp.add, (grads, means), (new, aux[0])), aux[1:]
 
   zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2 if coefficient else 1)]
   empty = Mean(jnp.float32(0), jnp.float32(0))
