@@ -3,13 +3,14 @@
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import process
 from typing import Any
 
 import tyro
 
-from trm_jax import loop
+from trm_jax import loop, processes
 from trm_jax.types import DamagedError, InputError, NonFiniteError
 
 
@@ -22,28 +23,32 @@ def run(command: type, main: Callable[[Any], None]) -> None:
   try:
     main(tyro.cli(command))
   except InputError as error:
-    sys.exit(_say(error, 2))
+    processes.fail(_say(error), 2)
   except (NonFiniteError, DamagedError, OSError, process.BrokenProcessPool) as error:
-    sys.exit(_say(error, 1))
-  except loop.Interrupted as stop:
-    sys.exit(_say(stop, 0 if stop.number == 15 else 130))
+    processes.fail(_say(error), 1)
+  except loop.Interrupted as stop:  # on all processes at the same step
+    print(stop, file=sys.stderr)
+    sys.exit(0 if stop.number == 15 else 130)
   except KeyboardInterrupt:
-    sys.exit(_say('Stopped; --resume continues from the last checkpoints.', 130))
+    print('Stopped; --resume continues from the last checkpoints.', file=sys.stderr)
+    sys.exit(130)
+  except Exception as error:
+    if not processes.joined():
+      raise
+    processes.lost(error)
 
 
-def _say(message: object, code: int) -> int:
-  print(message if code in (0, 130) else f'error: {message}', file=sys.stderr)
-  return code
+def _say(error: Exception) -> str:
+  print(f'error: {error}', file=sys.stderr)
+  return str(error)
 
 
 def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   """Refuses a directory that would be overwritten or cannot be written, before any compute."""
   try:
     directory.mkdir(parents=True, exist_ok=True)
-    found = sorted(os.listdir(directory))
-    probe = directory / '.writable'
-    probe.touch()
-    probe.unlink()
+    found = sorted(name for name in os.listdir(directory) if not name.endswith('.tmp'))
+    tempfile.TemporaryFile(dir=directory, suffix='.tmp').close()
   except OSError as error:
     raise InputError(
       f'directory={directory} cannot be written ({error.strerror}); choose another.'
@@ -53,3 +58,4 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
       f'directory={directory} already holds {found[0]!r}; pass --resume to continue it or choose'
       ' another directory.'
     )
+  processes.sync('looked')  # nobody writes before everybody has looked

@@ -3,6 +3,7 @@
 import atexit
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -43,12 +44,19 @@ hypothesis.settings.load_profile('quick')
 # The files that take longest, longest first. `--dist loadfile` hands out files in this order, so
 # that no long one starts when the others have ended.
 LONGEST = (
-  'update divergences experiments kernels mismatch linear_head bounds policy sampling brackets'
-  ' train oracle surrogates linear_kernel'
+  'update divergences processes mismatch kernels train linear_head bound_tightness linear_kernel'
+  ' policy token_level_failure brackets oracle trust_region certificate sampling'
+  ' surrogate_certificate theorems tasks experiments recording surrogates calibration bounds'
 ).split()
+
+# Only in `make test-all`: long, and what they check is checked in another way in `make test`.
+DEFERRED = tuple((pathlib.Path(__file__).parent / 'deferred.txt').read_text().splitlines())
 
 
 def pytest_collection_modifyitems(items):
+  for item in items:
+    if item.nodeid.endswith(DEFERRED):
+      item.add_marker('slow')
   rank = {f'{name}_test.py': place for place, name in enumerate(LONGEST)}
   items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 

@@ -79,3 +79,10 @@ def test_a_terminal_gets_a_bar():
   bar.close()
   last = stream.getvalue().strip().splitlines()[-1]
   assert 'rl: 100%' in last and '4/4' in last and 'reward 0.41' in last
+
+
+def test_silent_is_a_display_and_says_nothing(capfd):
+  display = progress.Silent()
+  display.update(1, reward=0.5)
+  display.close()
+  assert isinstance(display, progress.Display) and capfd.readouterr() == ('', '')

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 
+import jax
 import pytest
 
 from trm_jax import provenance, types
@@ -67,3 +68,27 @@ def test_a_damaged_file_is_named(path, text):
     types.InputError, match=r'config.json is damaged (?s:.*)choose another directory'
   ):
     provenance.compare(path, {})
+
+
+def test_another_mesh_is_a_warning_of_its_own(path, caplog):
+  mesh = jax.make_mesh((4, 2), ('data', 'model'))
+  with caplog.at_level(logging.WARNING), jax.set_mesh(mesh):
+    provenance.compare(path, {'a': {'b': 1}})
+  assert "device.mesh was None and is '4,2'" in caplog.text
+  assert 'equal up to the order of sums' in caplog.text
+
+
+def test_the_source_digest_follows_names_and_contents(tmp_path, monkeypatch):
+  monkeypatch.setattr(provenance, '__file__', str(tmp_path / 'provenance.py'))
+  found = set()
+  for name, text in (('a.py', 'x'), ('a.py', 'y'), ('b.py', ''), ('c.txt', 'z')):
+    (tmp_path / name).write_text(text)
+    found.add(provenance.source())
+  assert len(found) == 3  # a text file is no source
+
+
+def test_differences_are_worded_by_the_caller():
+  found = provenance.differences(
+    {'a': {'b': 1}, 'c': 2}, {'a': {'b': 3}, 'c': 2}, '{} there {} here'
+  )
+  assert found == 'a.b 1 there 3 here'

@@ -72,9 +72,7 @@ def test_worked_example():
   # The row that leaves costs its reward, and no limit means no patch.
   made = first_order(patched, jnp.ones(3), prefixes.tv_penalty)
   assert float(made.terms['rejected']) == pytest.approx(-1 / 3)
-  made = first_order(
-    patched, reward, prefixes.tv_penalty, keep=jnp.array([True, True, False])
-  )
+  made = first_order(patched, reward, prefixes.tv_penalty, keep=jnp.array([True, True, False]))
   assert float(made.terms['surrogate']) == 0 and float(made.terms['rejected']) == pytest.approx(
     -1 / 3
   )

@@ -274,7 +274,7 @@ def test_remark_4_3_the_threshold_does_not_bound_the_whole_error():
 
 def test_erratum_3_every_lambda_is_unbiased():
   world = jax.tree.map(lambda x: x[0], batch(3, (2, 3, 3, 0), 1))
-  rows, d = enumeration.rows(world), oracle.divergences(world)
+  rows, d = jax.jit(enumeration.rows)(world), jax.jit(oracle.divergences)(world)
   log_ratio = jnp.where(rows.valid, rows.divergences.log_ratio, 0)
   spread = []
   for weight in (-1.0, 0.0, 0.5, 1.0, 3.0):
@@ -296,7 +296,7 @@ def test_erratum_4_the_variance_of_the_mean_falls_as_one_over_t():
     world = enumeration.world(
       tile([0.7, 0.3]), tile([0.5, 0.5]), horizon=horizon, reward=jnp.zeros((1, 2**horizon))
     )
-    rows = enumeration.rows(world)
+    rows = jax.jit(enumeration.rows)(world)
     mean = jnp.abs(jnp.expm1(rows.divergences.log_ratio) + 0.1).mean(-1)  # .5 or .3: it varies
     centre = (rows.rollout_mass * mean).sum()
     variances.append(float((rows.rollout_mass * (mean - centre) ** 2).sum()))
@@ -321,7 +321,7 @@ def test_erratum_9_a_constant_baseline_shifts_the_printed_error():
   assert float(oracle.error_a(identical)) == pytest.approx(float(-3 * start)) != 0
   # With responses of different lengths even b = J_roll leaves Cov(R, length).
   world = jax.tree.map(lambda x: x[0], batch(6, (1, 3, 3, 0), 1))
-  rows, start = enumeration.rows(world), oracle.rollout_objective(world)
+  rows, start = jax.jit(enumeration.rows)(world), oracle.rollout_objective(world)
   covariance = (rows.rollout_mass * (rows.reward - start) * rows.valid.sum(-1)).sum()
   shift = oracle.error_a(world, baseline=float(start)) - oracle.error(world)
   assert float(shift) == pytest.approx(float(-covariance), abs=1e-12) and abs(covariance) > 1e-3

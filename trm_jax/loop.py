@@ -1,29 +1,28 @@
 """The host's side of training: data in, steps dispatched, metrics out, checkpoints, resume.
 
 The metrics of step k are fetched while step k+1 runs. A checkpoint holds the whole `TrainState` and
-the data cursor, so a run that was interrupted anywhere continues bit for bit on the same machine.
+the data cursor, so a run that was interrupted anywhere continues bit for bit on the same mesh and
+processes, and up to the order of sums on others. All processes call these functions alike.
 """
 
-import contextlib
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax import policy, recording, tasks, update
-from trm_jax.progress import Display
+from trm_jax import policy, processes, recording, tasks, update
+from trm_jax.progress import Display, Progress, Silent
 from trm_jax.sharding import DATA
 from trm_jax.train import Program
 from trm_jax.types import InputError, NonFiniteError
 
 # Settings that may differ when a run is continued.
-_FREE = ('steps', 'save_every', 'data_dir')
+_FREE = ('steps', 'save_every', 'data_dir', 'mesh')
 
 
 class Interrupted(Exception):
@@ -38,45 +37,25 @@ class Interrupted(Exception):
     return f'{name}: stopped after step {self.step}, saved; --resume continues from here.'
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-  """Collects SIGINT and SIGTERM instead of dying of them; the loop looks between steps."""
-  caught: list[int] = []
-  try:
-    before = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in (2, 15)}
-  except ValueError:  # not the main thread: whoever runs the threads handles signals
-    yield caught
-    return
-  try:
-    yield caught
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
-
-
 def rows(batch: dict[str, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-  """This process's prompts as global arrays, rows split over `data`."""
+  """A batch of prompts as global arrays, rows split over `data`; each process places its own."""
   place = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(DATA))
   return tuple(
-    jax.make_array_from_process_local_data(place, batch[name]) for name in ('prompts', 'start')
+    jax.make_array_from_process_local_data(place, batch[name], batch[name].shape)
+    for name in ('prompts', 'start')
   )
 
 
 def prompts(program: Program, split: str, count: int, *, seed: int, shuffle: bool = True):
-  """Endless iterator over a split of the program's task; `count` prompts over all processes."""
-  processes = jax.process_count()
-  if count % processes:
-    raise InputError(f'{count} prompts a step cannot be shared by {processes} processes equally.')
+  """Endless iterator over a split of the program's task, `count` prompts a batch.
+
+  Every process reads the whole stream, prompts being small, and `rows` keeps its part: a row's
+  place in the batch and the cursor depend on neither mesh nor number of processes.
+  """
+  data_dir = program.config.data_dir
   return iter(
     tasks.prompts(
-      program.task,
-      split=split,
-      data_dir=program.config.data_dir,
-      batch_size=count // processes,
-      seed=seed,
-      shuffle=shuffle,
-      process_index=jax.process_index(),
-      process_count=processes,
+      program.task, split=split, data_dir=data_dir, batch_size=count, seed=seed, shuffle=shuffle
     )
   )
 
@@ -97,6 +76,10 @@ def _abstract(tree):
   return jax.tree.map(one, tree)
 
 
+def _display(total: int, label: str, start: int) -> Display:
+  return Progress(total, label, start=start) if jax.process_index() == 0 else Silent()
+
+
 def settings(program: Program, **extra: Any) -> dict[str, Any]:
   """What defines a run, as JSON-able values; a resumed run must agree on it."""
   found = dataclasses.asdict(program.config)
@@ -113,12 +96,12 @@ def warm_start(
   config, chosen = program.config, program.config.warm_start
   about = {
     k: dataclasses.asdict(config)[k]
-    for k in ('task response_length policy warm_start temperature attention seed mesh').split()
+    for k in ('task response_length policy warm_start temperature attention seed').split()
   }
   with (
     jax.set_mesh(program.mesh),
     recording.open_run(directory, about, resume=True, keep=1) as record,
-    _signals() as caught,
+    processes.stops() as look,
   ):
     key = jax.random.key(config.seed)
     params = program.init(jax.random.fold_in(key, 0))
@@ -130,23 +113,25 @@ def warm_start(
       data.set_state(meta['data'])
     if start >= chosen.steps:
       return state[0]
-    progress = progress or recording.Progress(chosen.steps, 'warm start', start=start)
+    progress = progress or _display(chosen.steps, 'warm start', start)
     loss = None
     for step in range(start + 1, chosen.steps + 1):
       step_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
       *state, loss = program.pretrain(*state, *rows(next(data)), step_key)
-      last = step == chosen.steps
-      if last or step % 50 == 0 or caught:
+      last, stop = step == chosen.steps, look()
+      if last or step % 50 == 0 or stop:
         record.log(step, {'loss': float(loss)})
         if not np.isfinite(loss):
+          record.close()
           raise NonFiniteError(
             f'warm start, step {step}: the loss is {float(loss)}; lower warm_start.learning_rate.'
           )
         progress.update(step, loss=float(loss))
-      if last or step % 250 == 0 or caught:
+      if last or step % 250 == 0 or stop:
         record.save(step, tuple(state), {'data': data.get_state()})
-      if caught and not last:
-        raise Interrupted(step, caught[0])
+      if stop and not last:
+        record.close()  # all processes are here: the save can end
+        raise Interrupted(step, stop)
     progress.close()
     return state[0]
 
@@ -185,7 +170,7 @@ def run(
   with (
     jax.set_mesh(program.mesh),
     recording.open_run(directory, about, resume=resume) as record,
-    _signals() as caught,
+    processes.stops() as look,
   ):
     key = jax.random.key(config.seed)
     state = program.start(params, jax.random.fold_in(key, 2), arm.method)
@@ -201,7 +186,7 @@ def run(
         f'steps={config.steps}, but the run in {record.path} has done {start}; ask for at least'
         ' that many or choose another directory.'
       )
-    progress = progress or recording.Progress(config.steps, label, start=start)
+    progress = progress or _display(config.steps, label, start)
     clock = time.perf_counter()
 
     def fetch(pending: _Pending | None):
@@ -213,6 +198,7 @@ def run(
         (pending.scalars, pending.flags, pending.evaluation)
       )
       if flags and not flags['finite']:
+        record.close()  # all processes see this
         raise NonFiniteError(_why_not_finite(pending.step, scalars, flags, record.path))
       now = time.perf_counter()
       seconds, clock = now - clock, now
@@ -233,14 +219,17 @@ def run(
         evaluation = program.evaluate(state.params, *held_out, eval_key)
       fetch(pending)
       pending = _Pending(step, scalars, flags, evaluation)
-      if last or step % config.save_every == 0 or caught:
+      stop = look()
+      if last or step % config.save_every == 0 or stop:
         fetch(pending)  # what a checkpoint covers must be written before it
         pending = None
         record.save(step, state, {'data': data.get_state()})
-        if caught and not last:
-          raise Interrupted(step, caught[0])
+        if stop and not last:
+          record.close()  # all processes are here: the save can end
+          raise Interrupted(step, stop)
     fetch(pending)
     progress.close()
+    processes.sync('logged')  # process 0 has written what all return
     return record.metrics()
 
 

@@ -19,6 +19,16 @@ class Display(Protocol):
     """Nothing more will come."""
 
 
+class Silent:
+  """A display that shows nothing: for the processes beside process 0."""
+
+  def update(self, step: int, **shown: Any) -> None:
+    """Says nothing."""
+
+  def close(self) -> None:
+    """Says nothing."""
+
+
 class Progress:
   """Progress with rate and ETA: a tqdm bar on a terminal, plain lines elsewhere.
 

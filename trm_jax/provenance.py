@@ -1,6 +1,7 @@
 """What a run was made by: versions, device and commit, and how two configurations differ."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -19,7 +20,23 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
 def found() -> dict:
   """{'commit', 'dirty', 'versions', 'device'} of this process, as plain JSON values."""
-  return commit() | _environment()
+  return program() | {'device': _device()}
+
+
+def program() -> dict:
+  """{'commit', 'dirty', 'versions'}: what can be known before any device is touched."""
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  versions |= {'python': platform.python_version(), 'trm_jax': trm_jax.__version__}
+  return commit() | {'versions': versions}
+
+
+def source() -> str:
+  """SHA-256 of the Python files of this package: of two checkouts that are dirty, too."""
+  digest = hashlib.sha256()
+  root = pathlib.Path(__file__).resolve().parent
+  for path in sorted(root.rglob('*.py')):
+    digest.update(f'{path.relative_to(root)} '.encode() + path.read_bytes())
+  return digest.hexdigest()[:16]
 
 
 def commit() -> dict:
@@ -36,34 +53,43 @@ def commit() -> dict:
 def compare(path: pathlib.Path, config: dict) -> None:
   """Raises InputError unless the config.json at `path` holds `config`.
 
-  Another version or device is only a warning: the run can go on, but not bit for bit.
+  Another version, device or mesh is only a warning: the run can go on, but not bit for bit.
   """
   try:
     saved = json.loads(path.read_text())
-    differing = _differences(saved['config'], config)
-    environment = _differences({key: saved[key] for key in ('versions', 'device')}, _environment())
+    differing = differences(saved['config'], config)
+    versions = differences({'versions': saved['versions']}, {'versions': program()['versions']})
+    device = differences({'device': saved['device']}, {'device': _device()})
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise types.InputError(f'{path} is damaged ({error}); choose another directory') from error
   if differing:
     raise types.InputError(
       f'{path} has another config: {differing}; pass the same or choose another directory'
     )
-  if environment:
-    logger.warning('the resumed run is not promised to be bit-exact: %s', environment)
+  if versions:
+    logger.warning('the resumed run is not promised to be bit-exact: %s', versions)
+  if device:
+    logger.warning(
+      'the resumed run is equal up to the order of sums, not promised to be bit-exact: %s', device
+    )
 
 
-def _environment() -> dict:
-  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-  versions |= {'python': platform.python_version(), 'trm_jax': trm_jax.__version__}
+def _device() -> dict:
   device = {'platform': jax.devices()[0].platform, 'kind': jax.devices()[0].device_kind}
-  device |= {'count': jax.device_count(), 'processes': jax.process_count()}
-  return {'versions': versions, 'device': device}
+  mesh = jax.sharding.get_abstract_mesh()
+  shape = ','.join(str(mesh.shape[name]) for name in mesh.axis_names)
+  return device | {
+    'count': jax.device_count(),
+    'processes': jax.process_count(),
+    'mesh': shape or None,
+  }
 
 
-def _differences(then: dict, now: dict) -> str:
+def differences(then: dict, now: dict, words: str = 'was {} and is {}') -> str:
+  """'a.b was 1 and is 2, ...' for each entry of two nested dicts that is not the same in both."""
   then, now = _flat(then), _flat(now)
   return ', '.join(
-    f'{key} was {then.get(key, "absent")!r} and is {now.get(key, "absent")!r}'
+    f'{key} ' + words.format(repr(then.get(key, 'absent')), repr(now.get(key, 'absent')))
     for key in sorted(then.keys() | now.keys())
     if then.get(key, then) != now.get(key, now)
   )

@@ -59,7 +59,7 @@ def open_run(
   try:
     path.mkdir(parents=True, exist_ok=True)
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix != '.tmp')
-    tempfile.TemporaryFile(dir=path).close()  # fails where nothing can be written
+    tempfile.TemporaryFile(dir=path, suffix='.tmp').close()  # fails where nothing can be written
     multihost_utils.sync_global_devices('trm_jax_look')  # nobody writes before everybody has looked
     if names and 'config.json' not in names:
       raise types.InputError(f'{path} holds other files ({names[0]}); choose an empty directory')
@@ -79,6 +79,8 @@ def open_run(
       f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another directory'
     ) from error
   multihost_utils.sync_global_devices('trm_jax_open')
+  if not (path / 'config.json').exists():
+    raise types.InputError(f'directory={path} differs from host to host; choose one that all see')
   _cut_back(path / 'metrics.jsonl', math.inf)
   return Run(path, keep)
 
@@ -123,7 +125,7 @@ class Run(contextlib.AbstractContextManager):
     for name, leaf in leaves.items():
       if isinstance(leaf, np.generic) or np.size(leaf) == 0:  # orbax cannot read / write these
         raise types.InputError(f'state{name}={leaf!r} cannot be saved; use a non-empty jax array')
-    record = {'meta': meta, 'leaves': {k: _record(v) for k, v in leaves.items()}}
+    record = {'meta': meta, 'leaves': _records(state)}
     if json.loads(json.dumps(record, default=repr, skipkeys=True)) != record:
       raise types.InputError(
         f'meta={meta!r} does not survive JSON; use str keys, lists, Python numbers and no NaN'
@@ -135,13 +137,6 @@ class Run(contextlib.AbstractContextManager):
     if not saved:
       newest = manager.latest_step()
       raise types.InputError(f'step={step} is older than checkpoint {newest}; call restore first')
-
-  def preempted(self, step: int) -> bool:
-    """Whether the machine will be taken away; the same answer on all processes.
-
-    Needs `jax.distributed.initialize`, even with one process; without it, always False.
-    """
-    return self._checkpoints().reached_preemption(step)
 
   def restore(self, abstract_state: Any) -> tuple[int, Any, dict] | None:
     """(step, state, meta) of the newest good checkpoint, None where there is none.
@@ -155,17 +150,20 @@ class Run(contextlib.AbstractContextManager):
     manager, failed = self._checkpoints(), {}
     with _clear_errors(self.path / 'checkpoints'):
       manager.wait_until_finished()
-    for step in sorted(manager.all_steps(), reverse=True):
+    for step in _agreed(sorted(manager.all_steps(), reverse=True)):
       found, cause = None, 'damaged on another process'
       try:
         found = self._read(step, abstract_state)
       except Exception as error:  # orbax raises a bare Exception for half an array
         cause = _cause(error)
-      if np.all(multihost_utils.process_allgather(found is not None)):  # all take the same step
-        self._set_aside(failed)
-        self._restored = step
-        _cut_back(self.path / 'metrics.jsonl', step)
-        return step, *found
+      # What follows has collectives, so all processes take the same way.
+      if np.all(multihost_utils.process_allgather(found is not None)):
+        state, record = found
+        if not (cause := _differing(record['leaves'], _records(state))):
+          self._set_aside(failed)
+          self._restored = step
+          _cut_back(self.path / 'metrics.jsonl', step)
+          return step, state, record['meta']
       failed[step] = cause
       logger.warning('checkpoint %d of %s cannot be used (%s)', step, self.path, cause)
     if failed:
@@ -191,8 +189,9 @@ class Run(contextlib.AbstractContextManager):
         stack.callback(part.close)
       self._events = self._manager = None
 
-  def __exit__(self, *_) -> None:
-    self.close()
+  def __exit__(self, kind, *_) -> None:
+    if kind is None or jax.process_count() == 1:  # else the others may not be there to wait with
+      self.close()
 
   def _checkpoints(self) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
@@ -202,21 +201,25 @@ class Run(contextlib.AbstractContextManager):
     return self._manager
 
   def _read(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
-    def load(**items):
-      return self._checkpoints().restore(step, args=ocp.args.Composite(**items))
+    """(state, {'meta', 'leaves'}), read without the other processes: they may fail where we do not.
 
-    record = load(meta=ocp.args.JsonRestore())['meta']
-    if record.pop('digest') != _digest_json(record):
-      raise ValueError('the digest of meta differs')
-    if differing := record['leaves'].keys() ^ _leaves(abstract_state).keys():
-      raise ValueError(f'the trees differ in {sorted(differing)}')
-    state = load(state=ocp.args.StandardRestore(abstract_state))['state']
-    for name, leaf in _leaves(state).items():
-      saved, read = record['leaves'][name], _record(leaf)
-      compared = 2 if None in saved + read else 3
-      if saved[:compared] != read[:compared]:  # orbax reads flipped bits and casts dtypes silently
-        raise ValueError(f'state{name} was saved as {saved} and is read as {read}')
-    return state, record['meta']
+    Orbax's manager waits for all after a restore, which a process with a damaged file never joins.
+    """
+    me = jax.process_index()
+    alone = {'primary_host': me, 'active_processes': {me}, 'barrier_sync_key_prefix': f'read{me}'}
+    alone = {'multiprocessing_options': ocp.options.MultiprocessingOptions(**alone)}
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**alone))
+    with ocp.Checkpointer(handler, **alone) as reader:
+
+      def load(**items):
+        return reader.restore(self.path / 'checkpoints' / str(step), ocp.args.Composite(**items))
+
+      record = load(meta=ocp.args.JsonRestore())['meta']
+      if record.pop('digest') != _digest_json(record):
+        raise ValueError('the digest of meta differs')
+      if differing := record['leaves'].keys() ^ _leaves(abstract_state).keys():
+        raise ValueError(f'the trees differ in {sorted(differing)}')
+      return load(state=ocp.args.StandardRestore(abstract_state))['state'], record
 
   def _set_aside(self, steps: Mapping[int, str]) -> None:
     """Moves damaged steps away: orbax silently saves no step below the newest one."""
@@ -258,16 +261,61 @@ def _leaves(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _record(leaf: Any) -> list:
-  """[shape, dtype, SHA-256]; no digest for an array of which this process holds only a part."""
-  about = [list(np.shape(leaf)), str(getattr(leaf, 'dtype', type(leaf).__name__))]
+def _agreed(steps: list[int]) -> list[int]:
+  """The list of process 0."""
+  count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+  mine = np.resize(np.array(steps or [0], np.int32), count)
+  return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tolist() if count else []
+
+
+def _records(tree: Any) -> dict[str, list]:
+  """{leaf: [shape, dtype, digest]}, the same for any mesh and number of processes.
+
+  A digest is a sum of all words, each times an odd number that tells its place, modulo 2^64: a
+  flipped bit always changes it, and each process can add up the part it holds.
+  """
+  leaves = _leaves(tree)
+  sums = np.array([_part(leaf) for leaf in leaves.values()], np.uint64).view(np.uint32)
+  if jax.process_count() > 1:  # jax gathers no 64 bits
+    parts = np.asarray(multihost_utils.process_allgather(sums)).view(np.uint64)
+    sums = parts.sum(0, dtype=np.uint64)
+  sums = sums.view(np.uint64)
+  return {
+    name: [list(np.shape(leaf)), str(getattr(leaf, 'dtype', type(leaf).__name__)), f'{total:016x}']
+    for (name, leaf), total in zip(leaves.items(), sums.tolist(), strict=True)
+  }
+
+
+def _differing(saved: dict[str, list], read: dict[str, list]) -> str | None:
+  """Orbax reads flipped bits and casts dtypes without a word."""
+  for name, about in read.items():
+    if saved[name] != about:
+      return f'state{name} was saved as {saved[name]} and is read as {about}'
+  return None
+
+
+def _part(leaf: Any) -> int:
+  """What this process adds to the digest of a leaf: the shards of which it holds the first copy."""
   if isinstance(leaf, jax.Array):
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.random.key_data(leaf)
-    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-      return [*about, None]
-  content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-  return [*about, hashlib.sha256(content).hexdigest()[:32]]
+    shards = [(s.index, s.data) for s in leaf.addressable_shards if s.replica_id == 0]
+  else:
+    shards = [((slice(None),) * np.ndim(leaf), leaf)] if jax.process_index() == 0 else []
+  shape, total = np.shape(leaf) or (1,), 0
+  strides = np.cumprod((1, *shape[:0:-1]))[::-1]
+  for index, data in shards:
+    words = np.ascontiguousarray(data)
+    words = words.view(f'u{words.dtype.itemsize}')
+    along = [
+      np.arange(n)[i] * k for i, n, k in zip(index or [slice(1)], shape, strides, strict=True)
+    ]
+    within = np.zeros((), int) if len(shape) == 1 else sum(np.ix_(*along[1:]))
+    rows = max(1, 2**22 // within.size)  # at a time, for the memory of their places
+    for row in range(0, len(words), rows):
+      places = np.expand_dims(along[0][row : row + rows], (*range(1, len(shape)),)) + within
+      total += int((words[row : row + rows] * (2 * places + 1).astype(np.uint64)).sum())
+  return total % 2**64
 
 
 def _digest_json(record: dict) -> str:

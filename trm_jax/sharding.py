@@ -36,13 +36,18 @@ def simulate_devices(count: int) -> None:
 def make_mesh(data: int = 1, model: int = 1) -> jax.sharding.Mesh:
   """A (data, model) mesh with Explicit axes over the first data * model devices.
 
-  Raises InputError where there are fewer devices.
+  Raises InputError where there are fewer devices, or where it leaves out a whole process.
   """
   devices = jax.devices()
   if data * model > len(devices):
     raise InputError(
       f'mesh={data},{model} needs {data * model} devices, but this process sees {len(devices)}'
       f' ({devices[0].platform}); choose a smaller mesh or start more hosts.'
+    )
+  if len({d.process_index for d in devices[: data * model]}) < jax.process_count():
+    raise InputError(
+      f'mesh={data},{model} leaves out some of the {jax.process_count()} processes; choose a mesh'
+      f' of all {len(devices)} devices or start fewer processes.'
     )
   return jax.make_mesh(
     (data, model), (DATA, MODEL), (AxisType.Explicit,) * 2, devices=devices[: data * model]

@@ -1,0 +1,1 @@
+"""Ways to start the same command on many hosts; see README.md beside this file."""
