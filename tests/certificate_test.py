@@ -13,8 +13,14 @@ import pytest
 from trm_jax import certificate, confidence
 from trm_jax.types import InputError
 
-IS = [functools.partial(f, samples=1) for f in (certificate.improvement, certificate.harm)]
-retrospective = functools.partial(certificate.retrospective, samples=1)
+# Compiled: one program a shape instead of one an operation.
+EAGER = (certificate.improvement, certificate.harm, certificate.retrospective)
+STATIC = dict(static_argnames=('samples', 'low', 'high', 'cap'))
+improvement, harm, retrospective = (
+  functools.partial(jax.jit(f, **STATIC), samples=1) for f in EAGER
+)
+monitor = jax.jit(certificate.monitor, static_argnames=('samples', 'backwards'))
+IS = [improvement, harm]
 CAPPED = [jax.jit(functools.partial(f, cap=c)) for c in (100.0, 0.1) for f in IS]
 
 
@@ -82,14 +88,12 @@ def test_the_unit_is_the_prompt():
   rng = np.random.default_rng(0)
   log_ratio = jnp.asarray(rng.normal(0, 0.3, (12, 1)), jnp.float32)
   valid, reward = jnp.ones((12, 1), bool), jnp.asarray(rng.random(12), jnp.float32)
-  found = certificate.improvement(log_ratio, valid, reward, samples=3)
+  found = improvement(log_ratio, valid, reward, samples=3)
   x = (reward * jnp.expm1(log_ratio[:, 0])).reshape(4, 3).mean(-1)
   assert float(found.lower) == pytest.approx(float(confidence.betting(x, alpha=0.05)), abs=1e-6)
   assert float(found.log_evalue) == pytest.approx(float(confidence.log_evalue(x)), abs=1e-5)
   copies = IS[0](*(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)))
-  group = certificate.improvement(
-    *(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)), samples=5
-  )
+  group = improvement(*(jnp.repeat(a, 5, 0) for a in (log_ratio, valid, reward)), samples=5)
   alone = IS[0](log_ratio, valid, reward)
   np.testing.assert_allclose(values(group), values(alone), rtol=1e-5, atol=1e-6)
   assert float(copies.lower) > float(alone.lower)
@@ -162,9 +166,9 @@ def test_wrong_log_probs_are_void():
   found = [make(*args) for make in IS]
   assert all(f.lower > 0 and f.void for f in found)
   assert all(f.verdict.startswith('void: the mean weight is above 1') for f in found)
-  assert certificate.monitor(*args, samples=1)['certificate/void'] == 1
+  assert monitor(*args, samples=1)['certificate/void'] == 1
   drawn = IS[0](log_ratio - 4096 * 0.01**2 / 2 / 4096, *args[1:])  # lognormal weights of mean 1
-  assert not drawn.void and certificate.monitor(*args, samples=1)['certificate/void'] == 1
+  assert not drawn.void and monitor(*args, samples=1)['certificate/void'] == 1
 
 
 def test_over_steps():
@@ -172,7 +176,7 @@ def test_over_steps():
   ratio = 1 + 0.2 * rng.choice([-1, 1], (50, 256, 1))
   args = jnp.asarray(np.log(ratio)), jnp.ones(ratio.shape, bool)
   reward = jnp.asarray(rng.random((50, 256)) < 0.3 + 0.1 * (ratio[..., 0] > 1), jnp.float32)
-  found = jax.vmap(lambda *a: certificate.monitor(*a, samples=1))(*args, reward)
+  found = jax.vmap(lambda *a: monitor(*a, samples=1))(*args, reward)
   single = np.asarray(found['certificate/lower'])
   whole = certificate.over_steps(
     found['certificate/estimate'], found['certificate/square'], prompts=256
@@ -201,9 +205,7 @@ def test_a_fitted_policy_is_certified_on_its_own_rows_and_not_on_fresh_ones():
 
   @jax.jit
   def certify(log_ratio, reward):
-    return certificate.improvement(
-      log_ratio, jnp.ones_like(log_ratio, bool), reward, samples=1
-    ).lower
+    return improvement(log_ratio, jnp.ones_like(log_ratio, bool), reward, samples=1).lower
 
   assert false_rate(fresh=False) > 0.9 and false_rate(fresh=True) <= 0.05
 
@@ -216,7 +218,7 @@ def test_jit_and_precision():
     assert double.lower.dtype == jnp.float64
   single = [jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else bool) for x in rows]
   eager = certificate.improvement(*single, samples=4)
-  jitted = jax.jit(lambda *a: certificate.improvement(*a, samples=4))(*single)
+  jitted = improvement(*single, samples=4)
   assert jitted.claim == eager.claim and jitted.lower.dtype == jnp.float32
   np.testing.assert_allclose(values(jitted), values(eager), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(values(eager), values(double), rtol=1e-4, atol=1e-5)
@@ -225,7 +227,7 @@ def test_jit_and_precision():
 def test_monitor():
   it = oracle.draw(2, T=4, spread=0.4)
   rows = [jnp.asarray(x) for x in (it.log_ratio, it.valid, it.reward)]
-  found = certificate.monitor(*rows, samples=4)
+  found = monitor(*rows, samples=4)
   up, down = (make(*rows, samples=4) for make in IS)
   named = ('estimate', 'lower', 'log_evalue')
   np.testing.assert_allclose([found[f'certificate/{n}'] for n in named], values(up), rtol=1e-5)
@@ -236,31 +238,31 @@ def test_monitor():
   assert float(found['certificate/correlation']) == pytest.approx(want, abs=1e-4)
   x = (it.reward * (w - 1)).reshape(-1, 4).mean(-1)
   assert float(found['certificate/square']) == pytest.approx((x**2).mean(), rel=1e-4)
-  back = certificate.monitor(*rows, samples=4, backwards=True)
-  want = [f(*rows, samples=4) for f in (certificate.retrospective, certificate.retrospective_harm)]
+  back = monitor(*rows, samples=4, backwards=True)
+  want = [f(*rows, samples=4) for f in (retrospective, certificate.retrospective_harm)]
   assert want[1].claim == 'J(new) < J(old)'
   got = [back[f'retrospective/{n}'] for n in ('estimate', 'lower', 'harm_lower')]
   np.testing.assert_allclose(got, [*values(want[0])[:2], want[1].lower], rtol=1e-5)
   x = ((1 - it.reward) * (w - 1)).reshape(-1, 4).mean(-1)
   assert float(back['retrospective/square']) == pytest.approx((x**2).mean(), rel=1e-4)
-  flat = certificate.monitor(0 * rows[0], *rows[1:], samples=4)
+  flat = monitor(0 * rows[0], *rows[1:], samples=4)
   assert float(flat['certificate/correlation']) == 0
   assert float(found['certificate/void']) == 0
   # A reward outside the range counts as the worst, as a missing one does, and poisons nothing.
   for bad in (2.0, -1.0, math.nan):
-    odd = certificate.monitor(*rows[:2], rows[2].at[5].set(bad), samples=4)
+    odd = monitor(*rows[:2], rows[2].at[5].set(bad), samples=4)
     assert all(np.isfinite(v) for v in odd.values())
     assert odd['certificate/estimate'] < found['certificate/estimate']
     np.testing.assert_allclose(
       odd['certificate/lower'],
-      certificate.improvement(*rows[:2], rows[2].at[5].set(math.nan), samples=4).lower,
+      improvement(*rows[:2], rows[2].at[5].set(math.nan), samples=4).lower,
     )
 
 
 def test_a_traced_reward_outside_counts_as_missing():
   it = oracle.draw(2, T=4, spread=0.4)
   rows = [jnp.asarray(x) for x in (it.log_ratio, it.valid, it.reward)]
-  found = jax.jit(IS[0])(*rows[:2], rows[2].at[3].set(200.0))
+  found = improvement(*rows[:2], rows[2].at[3].set(200.0))
   want = IS[0](*rows[:2], rows[2].at[3].set(math.nan))
   np.testing.assert_allclose(values(found), values(want), rtol=1e-5)
 
@@ -276,7 +278,7 @@ def test_a_traced_reward_outside_counts_as_missing():
     (dict(alpha=0.0), 'alpha=0.0'),
   ],
 )
-@pytest.mark.parametrize('make', [*IS, retrospective])
+@pytest.mark.parametrize('make', [functools.partial(f, samples=1) for f in EAGER])
 def test_bad_input(make, change, word):
   good = dict(
     log_ratio=jnp.zeros((2, 3)), valid=jnp.ones((2, 3), bool), reward=jnp.array([0.0, 1.0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 
 import certificate_oracle as oracle
@@ -15,11 +16,22 @@ from trm_jax import surrogate_certificate as sc
 from trm_jax.types import InputError
 
 T = 4
-# Most rows here are prompts of their own.
-first_order, prefix, centred, error_bounds, plug_in = (
+# Compiled, one program a shape instead of one an operation; most rows are prompts of their own.
+STATIC = ('samples', 'penalty', 'low', 'high', 'drop', 'baseline', 'alpha')
+EAGER = tuple(
   functools.partial(f, samples=1)
   for f in (sc.first_order, sc.prefix, sc.centred, sc.error_bounds, sc.plug_in)
 )
+first_order, prefix, centred, error_bounds, plug_in = (
+  functools.partial(
+    jax.jit(
+      f.func, static_argnames=[n for n in STATIC if n in inspect.signature(f.func).parameters]
+    ),
+    samples=1,
+  )
+  for f in EAGER
+)
+patch = jax.jit(prefixes.patch, static_argnames=('limits', 'horizon'))
 LIMITS = (
   prefixes.Limits(max_kl=0.1),
   prefixes.Limits(max_tv=0.3),
@@ -34,7 +46,7 @@ LIMITS = (
 def example(**limits):
   """Three responses of at most 3 tokens; the second leaves at its second context."""
   ratio = jnp.array([[1.1, 0.9, 1.0], [1.2, 0.5, 1.1], [1.0, 1.3, 1.0]])
-  patched = prefixes.patch(
+  patched = patch(
     jnp.log(ratio),
     jnp.array([[1, 1, 1], [1, 1, 1], [1, 1, 0]], bool),
     kl=jnp.array([[0.01, 0.02, 0.001], [0.03, 0.2, 0.001], [0, 0.01, 9]]),
@@ -108,13 +120,13 @@ def test_epsilon_and_future_by_hand():
 def population(seed, *, spread, limits):
   it = oracle.draw(seed, T=T, spread=spread)
   arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
-  return it, prefixes.patch(**arrays, limits=limits), jnp.asarray(it.reward)
+  return it, patch(**arrays, limits=limits), jnp.asarray(it.reward)
 
 
 @functools.partial(jax.jit, static_argnames='limits')
 def exact(log_ratio, valid, kl, tv, chi2, reward, limits):
   """Everything that is a mean over rows, and so an expectation on a population."""
-  p = prefixes.patch(log_ratio, valid, kl=kl, tv=tv, chi2=chi2, limits=limits)
+  p = patch(log_ratio, valid, kl=kl, tv=tv, chi2=chi2, limits=limits)
   penalties = dict(tv=prefixes.tv_penalty)
   if limits.budget < math.inf:
     penalties['l2'] = prefixes.l2_penalty
@@ -202,7 +214,7 @@ def test_l2_with_the_rewards_own_deviation():
 def test_bounds_of_identical_policies_are_zero_and_units_scale():
   it, _, reward = population(1, spread=0.3, limits=prefixes.Limits())
   zero = jnp.zeros_like(jnp.asarray(it.kl))
-  p = prefixes.patch(
+  p = patch(
     zero, jnp.asarray(it.valid), kl=zero, tv=zero, chi2=zero, limits=prefixes.Limits(max_kl=1.0)
   )
   assert all(float(x) == 0 for x in error_bounds(p, reward).values())
@@ -246,7 +258,7 @@ def rows(count, drift, kl=1e-4):
   step = np.log1p(np.where(rng.random((count, 2)) < 0.5, drift, -drift))
   valid = jnp.ones((count, 2), bool)
   level = jnp.full((count, 2), kl)
-  patched = prefixes.patch(
+  patched = patch(
     jnp.asarray(step, jnp.float32),
     valid,
     kl=level,
@@ -299,9 +311,9 @@ def test_rows_that_cannot_be_judged(name):
   it = oracle.draw(4, T=T, spread=0.2)
   arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
   limits = prefixes.Limits(max_kl=1.0, budget=2.0, band=2.0)
-  clean = prefixes.patch(**arrays, limits=limits)
+  clean = patch(**arrays, limits=limits)
   arrays[name] = arrays[name].at[7, 0].set(jnp.nan)
-  p, reward = prefixes.patch(**arrays, limits=limits), jnp.asarray(it.reward)
+  p, reward = patch(**arrays, limits=limits), jnp.asarray(it.reward)
   assert np.flatnonzero(p.missing).tolist() == [7]
   for make in (first_order, prefix):
     found, plain = (make(x, reward, prefixes.tv_penalty) for x in (p, clean))
@@ -315,7 +327,7 @@ def test_rows_that_cannot_be_judged(name):
   arrays = {k: jnp.asarray(getattr(it, k)) for k in ('log_ratio', 'valid', 'kl', 'tv', 'chi2')}
   for content in (jnp.nan, jnp.inf):
     arrays[name] = jnp.where(arrays['valid'], arrays[name], content)
-    dirty = prefixes.patch(**arrays, limits=limits)
+    dirty = patch(**arrays, limits=limits)
     for a, b in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
       np.testing.assert_array_equal(a, b)
 
@@ -326,11 +338,11 @@ def test_rows_that_cannot_be_judged(name):
     (lambda p, r: prefixes.Limits(max_kl=0.0), 'max_kl=0.0 must be > 0'),
     (lambda p, r: prefixes.Limits(budget=math.nan), 'budget=nan must be > 0'),
     (lambda p, r: prefixes.l2_penalty(p), 'finite budget'),
-    (lambda p, r: prefix(p, r, prefixes.tv_penalty), 'finite budget'),
-    (lambda p, r: centred(p, r), 'finite budget'),
-    (lambda p, r: centred(p, r, baseline=1.5), 'baseline=1.5'),
-    (lambda p, r: centred(example(budget=11.0)[0], r), 'budget=11.0 must be at most 10'),
-    (lambda p, r: error_bounds(p, r, samples=2), 'samples=2 does not divide the 3 rows'),
+    (lambda p, r: EAGER[1](p, r, prefixes.tv_penalty), 'finite budget'),
+    (lambda p, r: EAGER[2](p, r), 'finite budget'),
+    (lambda p, r: EAGER[2](p, r, baseline=1.5), 'baseline=1.5'),
+    (lambda p, r: EAGER[2](example(budget=11.0)[0], r), 'budget=11.0 must be at most 10'),
+    (lambda p, r: EAGER[3](p, r, samples=2), 'samples=2 does not divide the 3 rows'),
     (
       lambda p, r: prefixes.patch(
         p.excess, p.good, kl=p.kl, tv=p.tv, limits=prefixes.Limits(), horizon=2
@@ -338,10 +350,10 @@ def test_rows_that_cannot_be_judged(name):
       'horizon=2 is below the 3 slots',
     ),
     (lambda p, r: prefixes.l2_penalty(example(budget=1.0, band=1.0)[0], scale=0.0), 'scale=0.0'),
-    (lambda p, r: first_order(p, r, prefixes.tv_penalty, samples=2), 'samples=2 does not divide'),
-    (lambda p, r: plug_in(p, 2 * r), r'reward=2.0 lies outside'),
-    (lambda p, r: error_bounds(p, r - 1), r'reward=-1.0 lies outside'),
-    (lambda p, r: first_order(p, r, prefixes.tv_penalty, alpha=1.0), 'alpha=1.0'),
+    (lambda p, r: EAGER[0](p, r, prefixes.tv_penalty, samples=2), 'samples=2 does not divide'),
+    (lambda p, r: EAGER[4](p, 2 * r), r'reward=2.0 lies outside'),
+    (lambda p, r: EAGER[3](p, r - 1), r'reward=-1.0 lies outside'),
+    (lambda p, r: EAGER[0](p, r, prefixes.tv_penalty, alpha=1.0), 'alpha=1.0'),
     (
       lambda p, r: prefixes.patch(
         p.excess, p.good, kl=p.kl, tv=p.tv, limits=prefixes.Limits(max_chi2=1.0)
@@ -382,13 +394,13 @@ def test_a_trimmed_batch_keeps_its_horizon():
   arrays = {k: jnp.asarray(getattr(it, k)) for k in names}
   long = {k: jnp.pad(v, ((0, 0), (0, 3))) for k, v in arrays.items()}
   reward = jnp.asarray(it.reward)
-  want, got = (prefixes.patch(**a, limits=limits, horizon=T + 3) for a in (long, arrays))
+  want, got = (patch(**a, limits=limits, horizon=T + 3) for a in (long, arrays))
   for name, value in error_bounds(want, reward).items():
     np.testing.assert_allclose(error_bounds(got, reward)[name], value, rtol=1e-5, err_msg=name)
   np.testing.assert_allclose(
     prefixes.tv_penalty(got).rows, prefixes.tv_penalty(want).rows, rtol=1e-5
   )
-  short = prefixes.patch(**arrays, limits=limits)
+  short = patch(**arrays, limits=limits)
   assert float(prefixes.tv_penalty(short).most) < float(prefixes.tv_penalty(want).most)
 
 
