@@ -8,8 +8,8 @@ import shutil
 import tempfile
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Workers share the cores: one compute thread each.
-FLAGS = ['--xla_cpu_multi_thread_eigen=false']
+# Workers share the cores: one compute thread each, and one part a program to compile.
+FLAGS = ['--xla_cpu_multi_thread_eigen=false', '--xla_cpu_parallel_codegen_split_count=1']
 # The newer code generator takes twice the time to compile; jaxlib 0.12 has no other.
 OLD_JAXLIB = importlib.metadata.version('jaxlib').startswith('0.10.')
 if OLD_JAXLIB:
