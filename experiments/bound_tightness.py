@@ -653,14 +653,9 @@ def main(args: BoundTightness) -> None:
       'binary': binary_tokens(),
       'policy': trained_policies(args),
     }
-  report.write_json(args.directory / 'summary.json', summary)
-  parts = [quantiles(summary), growth(summary), mismatches(summary), verdict(summary)]
-  text = '\n\n'.join(parts)
-  (args.directory / 'table.md').write_text(f'{text}\n')
-  figure = draw_figure(summary, args.directory / 'figure.png')
-  print(f'\n{text}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  parts = (quantiles, growth, mismatches, verdict)
+  to = RESULTS if args.publish else None
+  report.write(args.directory, summary, [f(summary) for f in parts], draw_figure, publish_to=to)
 
 
 if __name__ == '__main__':

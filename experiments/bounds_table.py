@@ -294,14 +294,9 @@ def main(args: BoundsTable) -> None:
   """Computes, prints, draws."""
   command.check_directory(args.directory, resume=args.resume)
   summary = summarise(args)
-  report.write_json(args.directory / 'summary.json', summary)
-  parts = [bounds_at(summary), over_lengths(summary), figures_quoted(summary), verdict(summary)]
-  text = '\n\n'.join(parts)
-  (args.directory / 'table.md').write_text(f'{text}\n')
-  figure = draw(summary, args.directory / 'figure.png')
-  print(f'\n{text}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  parts = (bounds_at, over_lengths, figures_quoted, verdict)
+  to = RESULTS if args.publish else None
+  report.write(args.directory, summary, [f(summary) for f in parts], draw, publish_to=to)
 
 
 if __name__ == '__main__':

@@ -392,14 +392,9 @@ def main(args: CertificateCoverage) -> None:
   """Draws batches, computes, prints, draws."""
   command.check_directory(args.directory, resume=args.resume)
   summary = summarise(args)
-  report.write_json(args.directory / 'summary.json', summary)
-  parts = [coverage_table(summary), firing_table(summary), misuse_table(summary), verdict(summary)]
-  text = '\n\n'.join(parts)
-  (args.directory / 'table.md').write_text(f'{text}\n')
-  figure = draw(summary, args.directory / 'figure.png')
-  print(f'\n{text}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  parts = (coverage_table, firing_table, misuse_table, verdict)
+  to = RESULTS if args.publish else None
+  report.write(args.directory, summary, [f(summary) for f in parts], draw, publish_to=to)
 
 
 if __name__ == '__main__':

@@ -272,13 +272,9 @@ def main(args: LengthBias) -> None:
   """Measures, prints, draws."""
   command.check_directory(args.directory, resume=args.resume)
   summary = summarise(args)
-  report.write_json(args.directory / 'summary.json', summary)
-  text = '\n\n'.join(f(summary) for f in (table_of_acceptance, table_of_prices, verdict))
-  (args.directory / 'table.md').write_text(f'{text}\n')
-  figure = draw_figure(summary, args.directory / 'figure.png')
-  print(f'\n{text}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  parts = (table_of_acceptance, table_of_prices, verdict)
+  to = RESULTS if args.publish else None
+  report.write(args.directory, summary, [f(summary) for f in parts], draw_figure, publish_to=to)
 
 
 if __name__ == '__main__':

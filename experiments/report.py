@@ -5,7 +5,7 @@ import math
 import pathlib
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Metrics = dict[tuple[str, int], list[dict[str, float]]]
 
@@ -83,6 +83,24 @@ def write_json(path: pathlib.Path, value: dict) -> pathlib.Path:
   partial.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + '\n')
   partial.replace(path)
   return path
+
+
+def write(
+  directory: pathlib.Path,
+  summary: dict,
+  parts: Sequence[str],
+  draw: Callable[[dict, pathlib.Path], pathlib.Path],
+  *,
+  publish_to: pathlib.Path | None,
+) -> None:
+  """Writes summary.json, table.md (`parts`, printed too) and figure.png; copies them if asked."""
+  write_json(directory / 'summary.json', summary)
+  text = '\n\n'.join(parts)
+  (directory / 'table.md').write_text(f'{text}\n')
+  figure = draw(summary, directory / 'figure.png')
+  print(f'\n{text}\n\nFigure: {figure}')
+  if publish_to:
+    publish(directory, publish_to)
 
 
 def publish(directory: pathlib.Path, results: pathlib.Path) -> None:

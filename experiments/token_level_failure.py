@@ -743,14 +743,9 @@ def main(args: TokenLevelFailure) -> None:
   """Computes, prints, draws."""
   command.check_directory(args.directory, resume=args.resume)
   summary = summarise(args)
-  report.write_json(args.directory / 'summary.json', summary)
-  parts = [clip_table(summary), mask_table(summary), average_table(summary), signed_table(summary)]
-  text = '\n\n'.join([*parts, verdict(summary)])
-  (args.directory / 'table.md').write_text(f'{text}\n')
-  figure = draw_figure(summary, args.directory / 'figure.png')
-  print(f'\n{text}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  parts = (clip_table, mask_table, average_table, signed_table, verdict)
+  to = RESULTS if args.publish else None
+  report.write(args.directory, summary, [f(summary) for f in parts], draw_figure, publish_to=to)
 
 
 if __name__ == '__main__':

@@ -137,7 +137,7 @@ def test_log_probs_of_tokens_at_every_edge(interpreted, kind, lse, axis_name):
       split if kind == 'head' else None,
       P() if lse else None,
     )
-    specs = dict(in_specs=(P(), split, P(), parts), out_specs=P(), check_vma=False)
+    specs = dict(in_specs=(P(), split, P(), parts), out_specs=P())
     call = jax.shard_map(run, mesh=mesh, **specs)
   found = jax.jit(call)(hidden, head, tokens, rollout)
   logits = [oracles.f64(hidden) @ oracles.f64(head).T]
