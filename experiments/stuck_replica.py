@@ -175,13 +175,9 @@ def main(args: StuckReplica) -> None:
     args.config, ARMS, seeds=args.seeds, directory=args.directory, workers=args.workers
   )
   summary = summarise(metrics, args.config)
-  report.write_json(args.directory / 'summary.json', summary)
-  shown = show_table(summary)
-  (args.directory / 'table.md').write_text(f'{shown}\n\n{verdict(summary)}\n')
-  figure = figures.stuck_replica(summary, args.directory / 'figure.png')
-  print(f'\n{shown}\n\n{verdict(summary)}\n\nFigure: {figure}')
-  if args.publish:
-    report.publish(args.directory, RESULTS)
+  to = RESULTS if args.publish else None
+  parts = [show_table(summary), verdict(summary)]
+  report.write(args.directory, summary, parts, figures.stuck_replica, publish_to=to)
 
 
 if __name__ == '__main__':

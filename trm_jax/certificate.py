@@ -1,18 +1,20 @@
 """Did the policy improve? Proofs from rollouts alone, by importance sampling.
 
 Each certificate is a lower confidence bound of J(policy) - J(rollout) from the rows of one batch:
-log-ratios and rewards. The unit is the prompt: the `samples` rows of one
-prompt adjoin, share its difficulty and are averaged before anything is concluded.
+log-ratios and rewards. The unit is the prompt: the `samples` rows of one prompt adjoin, share its
+difficulty and are averaged before anything is concluded.
 
-| certificate     | mean of                         | on rows of   |
-| --------------- | ------------------------------- | ------------ |
-| `improvement`   | R (W - 1)                       | the rollout  |
-| `harm`          | (1 - R)(W - 1), the alarm       | the rollout  |
-| `retrospective` | (1 - R)(W' - 1), W' = old / new | the new policy |
+| certificate          | mean of                         | on rows of     |
+| -------------------- | ------------------------------- | -------------- |
+| `improvement`        | R (W - 1)                       | the rollout    |
+| `harm`               | (1 - R)(W - 1), the alarm       | the rollout    |
+| `retrospective`      | (1 - R)(W' - 1), W' = old / new | the new policy |
+| `retrospective_harm` | R (W' - 1), the alarm           | the new policy |
 
 W = prod_t ratio_t. They need log-ratios and rewards, nothing else: no divergence, no limit, no
-bound. `surrogate_certificate` has those that go by way of the surrogate and its error bound; these
-fire wherever those do. A mask has no place in a certificate: every rejected row costs its reward.
+bound. `surrogate_certificate` has those that go by way of the surrogate and its error bound; in
+`experiments.certificate_coverage` none of them fires more often. A mask has no place in a
+certificate: every rejected row costs its reward.
 
 What voids all of them:
 - Rows that the policy was fitted on. Minibatch j may certify the policy before its update

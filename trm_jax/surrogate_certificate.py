@@ -12,8 +12,8 @@ of `bounds` and `sharp_bounds` holds for the patched one with means over the row
 | `plug_in`     | M R S - (1 - M) R, less a bound from the rows    | limits; asymptotic, no proof |
 
 S = sum_t (ratio_t - 1), W = prod_t ratio_t, two dashes for pi''. They show what a threshold is
-worth and which term eats the gain; `certificate.improvement` proves more with less. What voids
-those voids these as well, and so does a limit chosen on the same rows.
+worth and which term eats the gain; `certificate.improvement` needs less and fired more often. What
+voids those voids these as well, and so does a limit chosen on the same rows.
 """
 
 import dataclasses
