@@ -24,12 +24,11 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import scipy.optimize
 
 from experiments import bound_tightness as tight
-from experiments import command, figures, report
+from experiments import command, failure_report, report
 from trm_jax import enumeration as en
 from trm_jax import oracle, progress, sharp_bounds, surrogates, trust_region
 from trm_jax.types import Divergences, InputError
@@ -38,16 +37,8 @@ RESULTS = pathlib.Path(__file__).parent / 'results' / 'token_level_failure'
 PROMPTS, VOCAB, HORIZON, EOS = 2, 3, 5, 0
 STRENGTHS = (0.0, 0.03, 0.1, 0.3, 1.0, 2.0, 3.0)
 CLIP = 0.2
-METHODS = ('no clip', 'PPO-clip', 'no leak', 'TRM-max')
-KINDS = ('sparse', 'subtree', 'dense')
-MASKS = ('none', 'random', 'token', 'prefix', 'sequence', 'sequence mean')
-FRACTIONS = (0.3, 0.5, 0.7, 0.9)
-SHOWN = 0.7
 RARE = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 TOTALS = (5, 50, 500, 5000)
-AVERAGE = 1e-3  # the paper's limit of TRM-Avg, nats
-SIGNED = ('no mismatch', 'weak', 'strong', 'cancelling')
-CRITERIA = ('signed mean', 'mean k3', 'max k2', 'mean KL', 'max KL', 'random')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +206,7 @@ def clipping(world: en.World, limit: float) -> dict:
   leak = jnp.where(outside, jnp.abs(clip), 0) * mass
   active = outside & (clip != 0) & (mass > 0)
   square = lambda w: (mass * w**2).sum()
-  found = {name: compare(gradients[n], truth) for n, name in enumerate(METHODS)}
+  found = {name: compare(gradients[n], truth) for n, name in enumerate(failure_report.METHODS)}
   return {
     'methods': found,
     'truth': jnp.sqrt((truth**2).sum()),
@@ -294,12 +285,14 @@ def judge(world: en.World, keep: jax.Array) -> dict[str, jax.Array]:
   }
 
 
-def masks(world: en.World, fractions=FRACTIONS) -> dict:
+def masks(world: en.World, fractions=failure_report.FRACTIONS) -> dict:
   """Every mask at every share of kept tokens: fields [masks, fractions]."""
   found = statistics(world)
   ones = jnp.ones_like(found['token'][0])
   by_token, by_sequence = [[ones] * len(fractions), [f * ones for f in fractions]], []
-  for name, target in zip(MASKS[2:], [by_token] * 2 + [by_sequence] * 2, strict=True):
+  for name, target in zip(
+    failure_report.MASKS[2:], [by_token] * 2 + [by_sequence] * 2, strict=True
+  ):
     target.append([kept_share(*found[name], f) for f in fractions])
   stack = lambda x: jnp.stack([jnp.stack(y) for y in x])
   every = jax.vmap(jax.vmap(lambda keep: judge(world, keep)))
@@ -345,7 +338,7 @@ def diluted(world: en.World, total: int, limit: float) -> dict:
   harm = tight.second_order(world).reshape(-1)
   whole = remaining(harm, jnp.ones_like(harm))
   keeps = {
-    'mean': trust_region.mean_kl(padded, valid, limit=AVERAGE),
+    'mean': trust_region.mean_kl(padded, valid, limit=failure_report.AVERAGE),
     'max': trust_region.max_kl(padded, valid, limit=limit),
   }
   return {name: remaining(harm, keep) / whole for name, keep in keeps.items()}
@@ -420,15 +413,15 @@ def run_clip(args: TokenLevelFailure, tick) -> dict:
 def run_masks(args: TokenLevelFailure, tick) -> dict:
   measure = jax.jit(jax.vmap(masks))
   out = {}
-  for kind in ('no mismatch', *KINDS):
+  for kind in ('no mismatch', *failure_report.KINDS):
     make = lambda rng, n, k=kind: (
-      moved(rng, n, k) if k in KINDS else moved(rng, n, 'dense', strength=0.0)
+      moved(rng, n, k) if k in failure_report.KINDS else moved(rng, n, 'dense', strength=0.0)
     )
     found = seeds_of(args, make, measure)
     every = {}
-    for m, name in enumerate(MASKS):
+    for m, name in enumerate(failure_report.MASKS):
       every[name] = {}
-      for f, fraction in enumerate(FRACTIONS):
+      for f, fraction in enumerate(failure_report.FRACTIONS):
         at = {k: x[:, :, m, f] for k, x in found.items()}
         none = {k: x[:, :, 0, f] for k, x in found.items()}
         worse = (at['bias'] ** 2).mean() - (none['bias'] ** 2).mean()
@@ -444,7 +437,8 @@ def run_masks(args: TokenLevelFailure, tick) -> dict:
           'pays_below': 0.0 if saved <= 0 else None if worse <= 0 else float(saved / worse),
         }
     against = lambda a, b, x=found: mean_of(
-      x['bias'][:, :, MASKS.index(a)].mean(-1) - x['bias'][:, :, MASKS.index(b)].mean(-1),
+      x['bias'][:, :, failure_report.MASKS.index(a)].mean(-1)
+      - x['bias'][:, :, failure_report.MASKS.index(b)].mean(-1),
       x['truth'][:, :, 0, 0],
     )
     out[kind] = {
@@ -477,7 +471,7 @@ def run_averages(args: TokenLevelFailure, tick) -> dict:
 def run_signed(args: TokenLevelFailure, tick) -> dict:
   measure = jax.jit(jax.vmap(lambda w: cancelling(w, args.max_kl, args.geometric)))
   out = {}
-  for kind in SIGNED:
+  for kind in failure_report.SIGNED:
     found = seeds_of(args, lambda rng, n, k=kind: signed(rng, n, k), measure)
     out[kind] = jax.tree.map(lambda x: np.nan_to_num(x), found)
     nested = {k: {n: mean_of(x) for n, x in out[kind][k].items()} for k in ('left', 'largest_kl')}
@@ -488,7 +482,9 @@ def run_signed(args: TokenLevelFailure, tick) -> dict:
 
 def summarise(args: TokenLevelFailure) -> dict:
   """All numbers of the tables and the figure."""
-  bar = progress.Progress(len(STRENGTHS) + len(KINDS) + 1 + 2 + len(SIGNED), 'settings')
+  bar = progress.Progress(
+    len(STRENGTHS) + len(failure_report.KINDS) + 1 + 2 + len(failure_report.SIGNED), 'settings'
+  )
   done = iter(range(1, 1000))
   tick = lambda: bar.update(next(done))
   with en.float64():
@@ -510,242 +506,21 @@ def summarise(args: TokenLevelFailure) -> dict:
 # What is said.
 
 
-def clip_table(summary: dict) -> str:
-  rows = []
-  for strength, r in summary['clip'].items():
-    cells = [
-      strength,
-      *(tight.shown(r[k]) for k in ('mean_kl', 'leak', 'leak_high', 'leak_gradient')),
-    ]
-    cells += [tight.number(r['largest_ratio_of_all']), tight.shown(r['square'])]
-    rows.append(
-      [*cells, *(tight.shown(r[name]['bias']) for name in METHODS), tight.shown(r['accepted'])]
-    )
-  header = ['mismatch', 'KL of responses', 'leak', 'of it ratio > 1.2', 'gradient leaked']
-  header += ['largest leaking ratio', 'mean square weight', *(f'bias, {m}' for m in METHODS)]
-  return report.table([*header, 'TRM keeps'], rows)
-
-
-def below(rollouts: float | None) -> str:
-  """A number of rollouts; None is any number."""
-  return 'any number' if rollouts is None else tight.number(rollouts)
-
-
-def mask_table(summary: dict, fraction: float = SHOWN) -> str:
-  rows = []
-  for kind, found in summary['masks'].items():
-    for name, by_fraction in found['masks'].items():
-      r = by_fraction[f'{fraction:g}']
-      cells = [
-        kind,
-        name,
-        *(tight.shown(r[k]) for k in ('bias', 'cosine', 'error', 'noise', 'pull')),
-      ]
-      rows.append([*cells, '' if name == 'none' else below(r['pays_below'])])
-  header = ['mismatch', f'mask, {fraction:.0%} of tokens kept', 'gradient bias', 'cosine']
-  header += ['abs(Error_M)', 'noise of one rollout', 'pull on the worst token']
-  return report.table([*header, 'pays below N rollouts'], rows)
-
-
-def average_table(summary: dict) -> str:
-  found = summary['averages']
-  names = ('sequence_kl', 'max_kl', 'harm', 'harm_of_visit', 'b_star', 'pinsker_marginal')
-  rows = [[share, *(tight.shown(r[k]) for k in names)] for share, r in found['by_share'].items()]
-  header = ['share of the rare prefix', 'KL of responses', 'largest KL', 'worst abs(Error)']
-  first = report.table([*header, 'per visit', 'B*/2', 'PM-KL/2'], rows)
-  rows = [
-    [total, tight.shown(r['mean']), tight.shown(r['max'])] for total, r in found['dilution'].items()
-  ]
-  header = ['length of response', f'harm kept by mean KL <= {AVERAGE:g}', 'by max KL']
-  return first + '\n\n' + report.table(header, rows)
-
-
-def signed_table(summary: dict) -> str:
-  rows = []
-  for kind, r in summary['signed'].items():
-    cells = [kind, *(tight.shown(r[k]) for k in ('accepted', 'accepted_by_max', 'beyond'))]
-    cells += [tight.shown(r['mean_largest_kl'])]
-    rows.append([*cells, *(tight.shown(r['left'][k]) for k in CRITERIA)])
-  header = ['mismatch', 'signed mean accepts', 'max KL accepts', 'accepted beyond the limit']
-  header += ['their largest KL', *(f'error left, {k}' for k in CRITERIA)]
-  return report.table(header, rows)
-
-
-def sides(gap: dict[str, float]) -> str:
-  """Which of two is smaller, two standard errors apart."""
-  if gap['se'] is None or math.isnan(gap['se']) or abs(gap['mean']) <= 2 * gap['se']:
-    return 'no different from'
-  return 'less than' if gap['mean'] < 0 else 'MORE than'
-
-
-def verdict(summary: dict) -> str:
-  """What the numbers say."""
-  clip, found = summary['clip'], summary['masks']
-  strong, bias = clip[max(clip, key=float)], lambda r, name: r[name]['bias']['mean']
-  leaks = strong['leak']['mean'] > 0
-  helps = bias(strong, 'no leak') > bias(strong, 'PPO-clip')
-  lines = [
-    '1. PPO-clip '
-    + (
-      f'leaks: at the strongest mismatch {strong["leak"]["mean"]:.0%} of its gradient weight lies'
-      f' outside [0.8, 1.2], with ratios up to {strong["largest_ratio_of_all"]:.3g} (only ratio >'
-      ' 1.2 with A < 0 is unbounded; ratio < 0.8 with A > 0 weighs less than 0.8).'
-      if leaks
-      else 'does NOT leak.'
-    )
-    + f' Gradient bias relative to the true gradient: PPO-clip {bias(strong, "PPO-clip"):.2f}, no'
-    f' clip {bias(strong, "no clip"):.2f}, clip without the leak {bias(strong, "no leak"):.2f},'
-    f' TRM-max {bias(strong, "TRM-max"):.2f} (keeps {strong["accepted"]["mean"]:.0%}). '
-    + (
-      'The leak is not what biases PPO-clip: removing it makes the bias larger.'
-      if helps
-      else 'Removing the leak makes the bias smaller.'
-    )
-  ]
-  for kind in KINDS:
-    r = found[kind]
-    at = lambda name, r=r: r['masks'][name][f'{SHOWN:g}']['bias']['mean']
-    lines.append(
-      f'2. {kind}: at {SHOWN:.0%} of tokens kept the gradient bias is {at("none"):.2f} without a'
-      f' mask, {at("token"):.2f} token mask, {at("prefix"):.2f} prefix, {at("sequence"):.2f}'
-      f' sequence, {at("random"):.2f} random. Over all shares the sequence mask leaves'
-      f' {sides(r["sequence_minus_token"])} the token mask'
-      f' ({report.shown(r["sequence_minus_token"], sign=True)}), the prefix mask'
-      f' {sides(r["prefix_minus_token"])} the token mask, and the sequence mask'
-      f' {sides(r["sequence_minus_random"])} a random one.'
-    )
-  each = {
-    kind: {m: found[kind]['masks'][m][f'{SHOWN:g}'] for m in MASKS if m != 'random'}
-    for kind in KINDS
-  }
-  best = [min(row, key=lambda m, row=row: row[m]['bias']['mean']) for row in each.values()]
-  pays = [below(row['sequence']['pays_below']) for row in each.values()]
-  lines.append(
-    f'2. Smallest bias: {", ".join(f"{k} {m}" for k, m in zip(KINDS, best, strict=True))}. '
-    + (
-      'In expectation no mask beats none: masks pay by less noise alone, the sequence mask below'
-      f' {", ".join(pays)} rollouts.'
-      if set(best) == {'none'}
-      else 'Some mask lowers the bias itself.'
-    )
-  )
-  pulls = [
-    found[kind]['masks'][name][f'{SHOWN:g}']['pull']['mean']
-    for kind in KINDS
-    for name in ('token', 'prefix', 'sequence')
-  ]
-  lines.append(
-    f'2. The masked gradient moves the worst token at most {max(pulls):.2g} times as fast as the'
-    ' unmasked one: no mask repairs the largest divergence, token or sequence alike.'
-  )
-  rows = summary['averages']['by_share']
-  first, last = rows[max(rows, key=float)], rows[min(rows, key=float)]
-  fades = last['harm']['mean'] < 1e-3 * first['harm']['mean']
-  steady = last['harm_of_visit']['mean'] > 0.5 * first['harm_of_visit']['mean']
-  lines.append(
-    f'3. KL of responses falls from {tight.number(first["sequence_kl"]["mean"])} to'
-    f' {tight.number(last["sequence_kl"]["mean"])} while the largest KL stays'
-    f' {last["max_kl"]["mean"]:.3g}. The worst error over the batch'
-    + (' fades with it' if fades else ' does NOT fade with it')
-    + f' (to {tight.number(last["harm"]["mean"])}); of a response that visits the prefix'
-    f' it {"stays" if steady else "does NOT stay"} {last["harm_of_visit"]["mean"]:.2g}. '
-    + 'So an average hides the harm of a response, not that of the batch; only bounds on the max'
-    f' ({tight.number(last["pinsker_marginal"]["mean"])}, PM-KL/2) do not see it fade.'
-  )
-  dilution = summary['averages']['dilution']
-  ends = dilution[min(dilution, key=int)], dilution[max(dilution, key=int)]
-  lines.append(
-    f'3. Padded with agreeing tokens to {max(dilution, key=int)} the same responses keep'
-    f' {ends[1]["mean"]["mean"]:.0%} of their harm under mean KL <= {AVERAGE:g}'
-    f' ({ends[0]["mean"]["mean"]:.0%} unpadded), {ends[1]["max"]["mean"]:.0%} under max KL.'
-  )
-  for kind in SIGNED[1:]:
-    r = summary['signed'][kind]
-    left = {k: x['mean'] for k, x in r['left'].items()}
-    lines.append(
-      f'4. {kind}: a signed mean within {summary["options"]["geometric"]:.0%} accepts'
-      f' {r["accepted"]["mean"]:.0%} of responses, {r["beyond"]["mean"]:.0%} of them with a token'
-      f' beyond {summary["options"]["max_kl"]:g} nats (their largest KL'
-      f' {r["mean_largest_kl"]["mean"]:.2g} on average, all responses'
-      f' {r["mean_largest_kl_all"]["mean"]:.2g}). Error left at that share: signed mean'
-      f' {left["signed mean"]:.2f}, max KL {left["max KL"]:.2f}, random {left["random"]:.2f}'
-      f' ({"worse" if left["signed mean"] > left["max KL"] else "NOT worse"} than max KL).'
-    )
-  return '\n'.join(lines)
-
-
-def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
-  """Leak and bias; averages; signed means; masks by kind of mismatch."""
-  figure, axes = plt.subplots(2, 3, figsize=(15, 8.6))
-  colours = figures.COLOURS
-
-  def line(axis, x, values, colour, label, **style):
-    mean = np.array([v['mean'] for v in values])
-    error = np.array([v['se'] or 0 for v in values])
-    axis.errorbar(x, mean, yerr=error, color=colour, label=label, linewidth=1.7, **style)
-
-  axis, clip = axes[0, 0], summary['clip']
-  x = [k for k in clip if float(k) > 0]
-  at = [float(k) for k in x]
-  for n, name in zip((0, 1, 2, 4), METHODS, strict=True):
-    line(axis, at, [clip[k][name]['bias'] for k in x], colours[n], f'bias, {name}')
-  line(axis, at, [clip[k]['leak'] for k in x], 'black', 'leak: weight outside', linestyle=':')
-  axis.set(title='1. PPO-clip leaks', xlabel='mismatch, logits', xscale='log', ylim=(0, 1.1))
-
-  axis, rows = axes[0, 1], summary['averages']['by_share']
-  at = [float(k) for k in rows]
-  for key, colour, label in (
-    ('max_kl', colours[1], 'largest KL of a token'),
-    ('sequence_kl', colours[5], 'KL of responses'),
-    ('harm', 'black', 'worst |Error|'),
-    ('harm_of_visit', colours[4], '... per visit of the prefix'),
-    ('pinsker_marginal', colours[2], 'PM-KL/2'),
-  ):
-    style = '--' if key == 'max_kl' else '-'
-    values = [r[key] for r in rows.values()]
-    line(axis, at, values, colour, label, marker='.', linestyle=style, zorder=3 - (style == '-'))
-  axis.set(title='3. The average fades, the harm of a visit does not', xscale='log', yscale='log')
-  axis.set_xlabel('probability of the rare prefix')
-
-  axis, kinds = axes[0, 2], SIGNED[1:]
-  shown_here = ('signed mean', 'max k2', 'max KL', 'random')
-  for n, name in enumerate(shown_here):
-    values = [summary['signed'][kind]['left'][name] for kind in kinds]
-    place = np.arange(len(kinds)) + 0.2 * (n - 1.5)
-    axis.bar(
-      place,
-      [v['mean'] for v in values],
-      0.18,
-      yerr=[v['se'] or 0 for v in values],
-      color=colours[(1, 2, 4, 6)[n]],
-      label=name,
-    )
-  beyond = [summary['signed'][kind]['beyond']['mean'] for kind in kinds]
-  axis.plot(range(len(kinds)), beyond, 'kD', markersize=5, label='of its accepted: beyond max KL')
-  axis.set(title='4. Error left, same share accepted', xticks=range(len(kinds)))
-  axis.set_xticklabels(kinds)
-  axis.set_ylim(0, 1.4)
-
-  for axis, kind in zip(axes[1], KINDS, strict=True):
-    for n, name in zip((0, 6, 1, 5, 4, 3), MASKS, strict=True):
-      values = [summary['masks'][kind]['masks'][name][f'{f:g}']['bias'] for f in FRACTIONS]
-      line(axis, FRACTIONS, values, colours[n], name, marker='.')
-    axis.set(title=f'2. Masks, {kind} mismatch', xlabel='share of tokens kept')
-    axis.set_ylim(bottom=0)
-  axes[1, 0].set_ylabel('gradient bias / true gradient')
-  for axis in axes.flat:
-    axis.grid(alpha=0.2)
-    axis.legend(fontsize=7)
-  return figures._save(figure, path)
-
-
 def main(args: TokenLevelFailure) -> None:
   """Computes, prints, draws."""
   command.check_directory(args.directory, resume=args.resume)
   summary = summarise(args)
-  parts = (clip_table, mask_table, average_table, signed_table, verdict)
+  parts = (
+    failure_report.clip_table,
+    failure_report.mask_table,
+    failure_report.average_table,
+    failure_report.signed_table,
+    failure_report.verdict,
+  )
   to = RESULTS if args.publish else None
-  report.write(args.directory, summary, [f(summary) for f in parts], draw_figure, publish_to=to)
+  report.write(
+    args.directory, summary, [f(summary) for f in parts], failure_report.draw_figure, publish_to=to
+  )
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments import bound_tightness as tight
-from experiments import command
+from experiments import command, tightness_report
 from trm_jax import enumeration as en
 from trm_jax import oracle
 
@@ -166,13 +166,13 @@ def test_a_trained_policy(monkeypatch):
 
 def test_verdict_follows_the_numbers():
   summary = json.loads((tight.RESULTS / 'summary.json').read_text())
-  text = tight.verdict(summary)
+  text = tightness_report.verdict(summary)
   assert 'Violations: 0 of' in text and 'no bound was ever wrong' in text
   assert 'is an artefact of the proof' in text
   other = copy.deepcopy(summary)
   other['random']['violations'] = {'coupling, worst reward': 3}
   other['binary']['fixed_sequence']['0.01'][-1]['worst'] *= 10
-  text = tight.verdict(other)
+  text = tightness_report.verdict(other)
   assert 'Violations: 3 of' in text and 'A BOUND IS WRONG' in text
   assert 'NOT shown to be an artefact' in text
 
@@ -181,7 +181,12 @@ def test_published_table_is_that_of_the_published_summary():
   summary = json.loads((tight.RESULTS / 'summary.json').read_text())
   assert summary['random']['worlds'] >= 400 and summary['policy']['checks'] > 1000
   table = (tight.RESULTS / 'table.md').read_text()
-  for part in (tight.quantiles, tight.growth, tight.mismatches, tight.verdict):
+  for part in (
+    tightness_report.quantiles,
+    tightness_report.growth,
+    tightness_report.mismatches,
+    tightness_report.verdict,
+  ):
     assert part(summary) in table
 
 

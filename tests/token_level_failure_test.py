@@ -13,7 +13,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import command
+from experiments import command, failure_report
 from experiments import token_level_failure as failure
 from trm_jax import enumeration as en
 from trm_jax import oracle
@@ -153,7 +153,7 @@ def test_masks_without_mismatch_drop_at_random():
   world = one(failure.moved(np.random.default_rng(0), 1, 'dense', 0.0))
   got = jax.jit(functools.partial(failure.masks, fractions=(0.4,)))(world)
   relative = got['bias'][:, 0] / got['truth'][:, 0]
-  expected = [0.0 if name == 'none' else 0.6 for name in failure.MASKS]
+  expected = [0.0 if name == 'none' else 0.6 for name in failure_report.MASKS]
   np.testing.assert_allclose(relative, expected, atol=1e-12)
 
 
@@ -172,7 +172,7 @@ def test_masks_keep_the_same_share_and_leave_the_worst_token_alone(world):
       np.testing.assert_allclose(found['prefix'][0][x, row], most, rtol=1e-12)
   # Proposition 4.1, and its twin: neither mask pulls on a token that it rejects.
   got = jax.jit(functools.partial(failure.masks, fractions=(0.3,)))(world)
-  pull = dict(zip(failure.MASKS, got['pull'][:, 0], strict=True))
+  pull = dict(zip(failure_report.MASKS, got['pull'][:, 0], strict=True))
   assert pull['none'] > 1e-5 and pull['token'] == pull['prefix'] == pull['sequence'] == 0
 
 
@@ -218,13 +218,13 @@ def published():
 
 def test_verdict_follows_the_numbers():
   summary = published()
-  text = failure.verdict(summary)
+  text = failure_report.verdict(summary)
   assert 'PPO-clip leaks' in text and 'Removing the leak' not in text
   assert 'In expectation no mask beats none' in text and 'fades with it' in text
   assert 'NOT worse' not in text
-  assert failure.sides({'mean': -0.1, 'se': 0.06}) == 'no different from'
-  assert failure.sides({'mean': -0.1, 'se': None}) == 'no different from'
-  assert failure.sides({'mean': -0.1, 'se': 0.04}) == 'less than'
+  assert failure_report.sides({'mean': -0.1, 'se': 0.06}) == 'no different from'
+  assert failure_report.sides({'mean': -0.1, 'se': None}) == 'no different from'
+  assert failure_report.sides({'mean': -0.1, 'se': 0.04}) == 'less than'
   other = copy.deepcopy(summary)
   strong = other['clip']['3']
   strong['leak']['mean'], strong['no leak']['bias']['mean'] = 0.0, 0.1
@@ -232,7 +232,7 @@ def test_verdict_follows_the_numbers():
   other['masks']['dense']['sequence_minus_token'] = {'mean': 0.2, 'se': 0.01}
   other['averages']['by_share']['1e-06']['harm']['mean'] = 0.5
   other['signed']['strong']['left']['signed mean']['mean'] = 0.0
-  text = failure.verdict(other)
+  text = failure_report.verdict(other)
   assert 'does NOT leak' in text and 'Removing the leak makes the bias smaller' in text
   assert 'Some mask lowers the bias' in text and 'leaves MORE than the token mask' in text
   assert 'does NOT fade' in text and 'NOT worse than max KL' in text
@@ -242,8 +242,13 @@ def test_published_table_is_that_of_the_published_summary():
   summary = published()
   assert summary['options']['seeds'] >= 5 and summary['options']['worlds'] >= 60
   table = (failure.RESULTS / 'table.md').read_text()
-  parts = (failure.clip_table, failure.mask_table, failure.average_table, failure.signed_table)
-  for part in (*parts, failure.verdict):
+  parts = (
+    failure_report.clip_table,
+    failure_report.mask_table,
+    failure_report.average_table,
+    failure_report.signed_table,
+  )
+  for part in (*parts, failure_report.verdict):
     assert part(summary) in table
 
 
@@ -257,11 +262,11 @@ def test_the_whole_experiment_small(monkeypatch, tmp_path, capsys):
     ('STRENGTHS', (0.0, 1.0)),
     ('RARE', (0.5, 1e-3)),
     ('TOTALS', (3000,)),
-    ('SIGNED', failure.SIGNED[:2]),
+    ('SIGNED', failure_report.SIGNED[:2]),
   )
   for name, value in small:
-    monkeypatch.setattr(failure, name, value)
-  monkeypatch.setattr(failure, 'FRACTIONS', (0.7,))
+    monkeypatch.setattr(failure if hasattr(failure, name) else failure_report, name, value)
+  monkeypatch.setattr(failure_report, 'FRACTIONS', (0.7,))
   monkeypatch.setattr(failure.masks, '__defaults__', ((0.7,),))
   run(monkeypatch, *f'--directory {tmp_path} --seeds 2 --worlds 3'.split())
   assert 'PPO-clip leaks' in capsys.readouterr().out
