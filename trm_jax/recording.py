@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ from jax.experimental import multihost_utils
 from tensorboardX import event_file_writer
 from tensorboardX.proto import event_pb2
 
-from trm_jax import progress, provenance, types
+from trm_jax import digests, progress, provenance, types
 
 logger = logging.getLogger(__name__)
 # Orbax reports every phase of a save at INFO, and at ERROR, with pages of traceback, what it also
@@ -119,13 +120,13 @@ class Run(contextlib.AbstractContextManager):
     cannot be stored and for a step older than the newest one, OSError on a full disk (the write is
     in the background, so possibly from the next save or from `close`).
     """
-    leaves, manager = _leaves(state), self._checkpoints()
+    leaves, manager = digests.leaves(state), self._checkpoints()
     if step in manager.all_steps():
       return
     for name, leaf in leaves.items():
       if isinstance(leaf, np.generic) or np.size(leaf) == 0:  # orbax cannot read / write these
         raise types.InputError(f'state{name}={leaf!r} cannot be saved; use a non-empty jax array')
-    record = {'meta': meta, 'leaves': _records(state)}
+    record = {'meta': meta, 'leaves': digests.records(state)}
     if json.loads(json.dumps(record, default=repr, skipkeys=True)) != record:
       raise types.InputError(
         f'meta={meta!r} does not survive JSON; use str keys, lists, Python numbers and no NaN'
@@ -159,7 +160,7 @@ class Run(contextlib.AbstractContextManager):
       # What follows has collectives, so all processes take the same way.
       if np.all(multihost_utils.process_allgather(found is not None)):
         state, record = found
-        if not (cause := _differing(record['leaves'], _records(state))):
+        if not (cause := _differing(record['leaves'], digests.records(state))):
           self._set_aside(failed)
           self._restored = step
           _cut_back(self.path / 'metrics.jsonl', step)
@@ -194,8 +195,12 @@ class Run(contextlib.AbstractContextManager):
       self.close()
 
   def _checkpoints(self) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
     if self._manager is None:
+      options = ocp.CheckpointManagerOptions(
+        max_to_keep=self._keep,
+        cleanup_tmp_directories=True,
+        async_options=ocp.AsyncOptions(barrier_sync_fn=_meet),
+      )
       with _clear_errors(self.path / 'checkpoints') as path:
         self._manager = ocp.CheckpointManager(path, options=options)
     return self._manager
@@ -217,7 +222,7 @@ class Run(contextlib.AbstractContextManager):
       record = load(meta=ocp.args.JsonRestore())['meta']
       if record.pop('digest') != _digest_json(record):
         raise ValueError('the digest of meta differs')
-      if differing := record['leaves'].keys() ^ _leaves(abstract_state).keys():
+      if differing := record['leaves'].keys() ^ digests.leaves(abstract_state).keys():
         raise ValueError(f'the trees differ in {sorted(differing)}')
       return load(state=ocp.args.StandardRestore(abstract_state))['state'], record
 
@@ -257,33 +262,11 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
   return [{name: special.get(value, value) for name, value in row.items()} for row in rows]
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-  return {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def _agreed(steps: list[int]) -> list[int]:
   """The list of process 0."""
   count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
   mine = np.resize(np.array(steps or [0], np.int32), count)
   return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tolist() if count else []
-
-
-def _records(tree: Any) -> dict[str, list]:
-  """{leaf: [shape, dtype, digest]}, the same for any mesh and number of processes.
-
-  A digest is a sum of all words, each times an odd number that tells its place, modulo 2^64: a
-  flipped bit always changes it, and each process can add up the part it holds.
-  """
-  leaves = _leaves(tree)
-  sums = np.array([_part(leaf) for leaf in leaves.values()], np.uint64).view(np.uint32)
-  if jax.process_count() > 1:  # jax gathers no 64 bits
-    parts = np.asarray(multihost_utils.process_allgather(sums)).view(np.uint64)
-    sums = parts.sum(0, dtype=np.uint64)
-  sums = sums.view(np.uint64)
-  return {
-    name: [list(np.shape(leaf)), str(getattr(leaf, 'dtype', type(leaf).__name__)), f'{total:016x}']
-    for (name, leaf), total in zip(leaves.items(), sums.tolist(), strict=True)
-  }
 
 
 def _differing(saved: dict[str, list], read: dict[str, list]) -> str | None:
@@ -292,30 +275,6 @@ def _differing(saved: dict[str, list], read: dict[str, list]) -> str | None:
     if saved[name] != about:
       return f'state{name} was saved as {saved[name]} and is read as {about}'
   return None
-
-
-def _part(leaf: Any) -> int:
-  """What this process adds to the digest of a leaf: the shards of which it holds the first copy."""
-  if isinstance(leaf, jax.Array):
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    shards = [(s.index, s.data) for s in leaf.addressable_shards if s.replica_id == 0]
-  else:
-    shards = [((slice(None),) * np.ndim(leaf), leaf)] if jax.process_index() == 0 else []
-  shape, total = np.shape(leaf) or (1,), 0
-  strides = np.cumprod((1, *shape[:0:-1]))[::-1]
-  for index, data in shards:
-    words = np.ascontiguousarray(data)
-    words = words.view(f'u{words.dtype.itemsize}')
-    along = [
-      np.arange(n)[i] * k for i, n, k in zip(index or [slice(1)], shape, strides, strict=True)
-    ]
-    within = np.zeros((), int) if len(shape) == 1 else sum(np.ix_(*along[1:]))
-    rows = max(1, 2**22 // within.size)  # at a time, for the memory of their places
-    for row in range(0, len(words), rows):
-      places = np.expand_dims(along[0][row : row + rows], (*range(1, len(shape)),)) + within
-      total += int((words[row : row + rows] * (2 * places + 1).astype(np.uint64)).sum())
-  return total % 2**64
 
 
 def _digest_json(record: dict) -> str:
@@ -351,6 +310,17 @@ def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:
       row = json.loads(line) if line.endswith(b'}\n') else None
     parsed.append((line, row))
   return parsed
+
+
+def _meet(*, key: str, timeout_ms: int) -> None:
+  """Where orbax's threads wait for the other processes during a save.
+
+  It would meet them even while an error of this process is on its way up; but they wait elsewhere,
+  for a write that does not come, so the error would be heard of 20 minutes later.
+  """
+  if error := sys.exc_info()[1]:
+    raise error
+  ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _cause(error: Exception) -> str:
