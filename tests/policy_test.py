@@ -11,7 +11,7 @@ import policy_oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import attention, policy, sharding, types
+from trm_jax import attention, linear_head, policy, sharding, types
 
 V, ROWS, LENGTH = 12, 8, 7
 DENSE = policy.PolicyConfig(
@@ -259,6 +259,97 @@ def test_bfloat16_computes_low_and_keeps_float32_borders():
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
 
 
+def test_bfloat16_trains_float32_parameters():
+  config = dataclasses.replace(TOP2, dtype='bfloat16', tied_head=True, remat=True)
+  params = {k: v for k, v in parameters(TOP2).items() if k != 'head'}
+  kernel = functools.partial(attention.blockwise, block=4)
+
+  @functools.partial(jax.jit, static_argnums=3)
+  def run(params, tokens, start, dtype):
+    def loss(params):
+      low = dataclasses.replace(config, dtype=dtype)
+      hidden, _, aux = policy.apply(params, low, tokens, start=start, attention=kernel)
+      found = linear_head.statistics(
+        hidden,
+        policy.head(params),
+        tokens,
+        rollout_hidden=jax.lax.stop_gradient(hidden) + jnp.bfloat16(0.05),
+        rollout_head=policy.head(params),
+      )
+      real = jnp.arange(LENGTH)[None] >= start[:, None]
+      return -jnp.where(real, found.policy_logp, 0).mean(), (found, hidden.dtype == jnp.bfloat16)
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+  (_, (found, is_low)), grads = run(params, TOKENS, START, 'bfloat16')
+  (_, (want, is_not)), want_grads = run(params, TOKENS, START, 'float32')
+  assert is_low and not is_not
+  for x in jax.tree.leaves((found, grads)):
+    assert x.dtype == jnp.float32 and np.isfinite(x).all()
+  np.testing.assert_allclose(found.policy_logp[REAL], want.policy_logp[REAL], rtol=0, atol=0.2)
+  assert (found.policy_logp != want.policy_logp).any()
+  flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+  near, far = flat(grads), flat(want_grads)
+  assert near @ far / np.linalg.norm(near) / np.linalg.norm(far) > 0.98
+
+
+@pytest.mark.parametrize('compute', ['dense', 'ragged'])
+def test_no_array_grows_with_the_square_of_the_length(compute):
+  config = dataclasses.replace(TOP2, layers=6, remat=True, expert_compute=compute)
+  params = policy.shapes(config, V)
+
+  def largest(length):
+    tokens, start = jnp.zeros((1, length), jnp.int32), jnp.zeros(1, jnp.int32)
+    kernel = functools.partial(attention.blockwise, block=32)
+
+    def energy(params):
+      hidden, _, _ = policy.apply(params, config, tokens, start=start, attention=kernel)
+      return jnp.square(hidden).sum()
+
+    return max(sizes(jax.make_jaxpr(jax.grad(energy))(params).jaxpr))
+
+  assert largest(512) <= 2 * largest(256)
+
+
+def sizes(jaxpr):
+  for eqn in jaxpr.eqns:
+    yield from (v.aval.size for v in eqn.outvars)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from sizes(inner)
+
+
+@pytest.mark.slow
+def test_memory_is_linear_in_length_up_to_8192(optimised):
+  config = policy.PolicyConfig(
+    width=64, layers=6, heads=4, kv_heads=2, head_width=16, mlp_width=128, experts=0, remat=True
+  )
+  params = policy.shapes(config, 32)
+  array = jax.ShapeDtypeStruct
+
+  def program(kernel):
+    def energy(params, tokens, start):
+      hidden, _, _ = policy.apply(params, config, tokens, start=start, attention=kernel)
+      return jnp.square(hidden).sum()
+
+    return jax.jit(jax.value_and_grad(energy), compiler_options=optimised)
+
+  def temporaries(kernel, length):
+    args = params, array((1, length), jnp.int32), array((1,), jnp.int32)
+    return program(kernel).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+  half, whole = (temporaries(attention.blockwise, n) for n in (4096, 8192))
+  assert whole <= 2.05 * half
+  assert whole <= 128 * 2**20
+  # Of the search itself: with all scores it is quadratic.
+  assert temporaries(attention.plain, 2048) > 3 * temporaries(attention.plain, 1024)
+  # And the same numbers come out, gradients too.
+  params = jax.jit(policy.init, static_argnums=(1, 2))(jax.random.key(0), config, 32)
+  tokens = jax.random.randint(jax.random.key(1), (2, 700), 0, 32)
+  args = params, tokens, jnp.zeros(2, jnp.int32)
+  want, got = (program(kernel)(*args) for kernel in (attention.plain, attention.blockwise))
+  close(got, want, 1e-4)
+
+
 @pytest.mark.parametrize('name', ['top-1', 'top-2 normalised'])
 def test_the_router_learns(name):
   router = reference(CONFIGS[name])[1]['layers']['mlp']['router']['kernel']
@@ -383,6 +474,7 @@ def test_init_is_the_same_under_a_mesh():
     ({'normalize_gates': True}, ['policy.normalize_gates=True', 'policy.experts_per_token=1']),
     ({'rope_base': 0.0}, ['policy.rope_base=0.0']),
     ({'rope_base': float('nan')}, ['policy.rope_base=nan']),
+    ({'norm_epsilon': 0.0}, ['policy.norm_epsilon=0.0']),
     ({'dtype': 'float64'}, ["policy.dtype='float64'", 'bfloat16']),
   ],
 )

@@ -3,7 +3,8 @@
     attention(q [B,T,H,C], k [B,S,Hkv,C], v, slots=[T], start=[B]) -> [B,T,H,C]
 
 Query t sits at slot slots[t] and sees key slots start[b] <= s <= slots[t]. A query before its row's
-start sees nothing; its output is finite and meaningless.
+start sees nothing; its output is finite and meaningless. `exponentials`, if given, is applied to
+exp(score - largest) wherever the softmax sums them up: a kernel of fewer bits.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,12 @@ def plain(
   *,
   slots: Int[Array, 'T'],
   start: Int[Array, 'B'],
+  exponentials: Callable[[Array], Array] | None = None,
 ) -> Float[Array, 'B T H C']:
   """Softmax attention that holds the scores [B,H,T,S]; right for short rows and for decoding."""
+  if exponentials is not None:
+    at = dict(slots=slots, start=start, block=k.shape[1])  # all keys in one block
+    return blockwise(q, k, v, exponentials=exponentials, **at)
   visible = _visible(jnp.arange(k.shape[1]), slots, start)
   return jax.nn.dot_product_attention(
     q, k.astype(q.dtype), v.astype(q.dtype), mask=visible[:, None]
@@ -45,6 +50,7 @@ def blockwise(
   slots: Int[Array, 'T'],
   start: Int[Array, 'B'],
   block: int = 128,
+  exponentials: Callable[[Array], Array] | None = None,
 ) -> Float[Array, 'B T H C']:
   """The same values with an online softmax over blocks of keys: no scores beyond [B,H,b,b].
 
@@ -82,6 +88,7 @@ def blockwise(
       scores = jnp.where(visible, scores, _MASKED)
       new_top = jnp.maximum(top, scores.max(-1))
       p = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0)
+      p = p if exponentials is None else exponentials(p)
       old = jnp.exp(top - new_top)
       mixed = mixed * old[..., None] + jnp.einsum('bthgs,bshc->bthgc', p, v_b)
       return (new_top, weight * old + p.sum(-1), mixed), None

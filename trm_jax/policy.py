@@ -18,7 +18,7 @@ own.
 import dataclasses
 import functools
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import sharding
+from trm_jax import experts, rotary, sharding
 from trm_jax.mismatch.hooks import Hooks
 from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import InputError
@@ -56,8 +56,13 @@ class PolicyConfig:
   # Rescale the chosen experts' gates to sum to 1. With one expert that would cut the router's
   # gradient, so it needs experts_per_token >= 2.
   normalize_gates: bool = False
-  # Base wavelength of the rotary positions.
+  # Every expert on every token, or tokens sorted by expert (many experts; TPU or GPU).
+  expert_compute: Literal['dense', 'ragged'] = 'dense'
+  # Base wavelength of the rotary positions, and how they reach beyond the trained context.
   rope_base: float = 10_000.0
+  rope_scaling: rotary.Scaling = rotary.Scaling()
+  # Added to the mean square in every norm.
+  norm_epsilon: float = 1e-6
   # Share the embedding with the output head.
   tied_head: bool = False
   # Compute dtype of matmuls; parameters are float32 always.
@@ -87,8 +92,14 @@ class PolicyConfig:
         'policy.normalize_gates=True with policy.experts_per_token=1 makes every gate 1 and leaves'
         ' the router without a gradient; set normalize_gates to False.'
       )
+    if self.expert_compute not in ('dense', 'ragged'):
+      raise InputError(f'policy.expert_compute={self.expert_compute!r} is not dense or ragged.')
     if not self.rope_base > 0:
       raise InputError(f'policy.rope_base={self.rope_base} must be > 0.')
+    if self.rope_scaling.kind == 'yarn' and not self.rope_base > 1:
+      raise InputError(f'policy.rope_base={self.rope_base} must be > 1 for yarn.')
+    if not 0 < self.norm_epsilon < 1:
+      raise InputError(f'policy.norm_epsilon={self.norm_epsilon} must lie in (0, 1).')
     if self.dtype not in ('float32', 'bfloat16', 'float16'):
       raise InputError(f'policy.dtype={self.dtype!r} is not float32, bfloat16 or float16.')
 
@@ -114,20 +125,11 @@ class Aux:
   gates: Float[Array, 'B T N K'] | None
 
 
-def _rms_norm(x, scale):
+def _rms_norm(x, scale, epsilon):
   x32 = x.astype(jnp.float32)
-  unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + 1e-6)
+  unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
   shape = (1,) * (x.ndim - 1) + scale.shape
   return (unit * scale.reshape(shape)).astype(x.dtype)
-
-
-def _rotate(x, positions, base):
-  half = x.shape[-1] // 2
-  frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
-  cos, sin = jnp.cos(angle), jnp.sin(angle)
-  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def _through(hook, x):
@@ -163,8 +165,13 @@ class _Attention(nnx.Module):
     v = split(self.v(x, out_sharding=columns))
     slots = slot + jnp.arange(length)
     positions = slots[None] - start[:, None]
-    q = _rotate(_rms_norm(q, self.q_scale[...]), positions, config.rope_base)
-    k = _rotate(_rms_norm(k, self.k_scale[...]), positions, config.rope_base)
+    placed = lambda x, scale: rotary.rotate(
+      _rms_norm(x, scale[...], config.norm_epsilon),
+      positions,
+      config.rope_base,
+      config.rope_scaling,
+    )
+    q, k = placed(q, self.q_scale), placed(k, self.k_scale)
     k, v = _through(hooks.kv, k), _through(hooks.kv, v)
     if cache is not None:
       put = lambda store, new: jax.lax.dynamic_update_slice(
@@ -195,8 +202,6 @@ class _Mlp(nnx.Module):
 
 
 class _Experts(nnx.Module):
-  """Every expert on every token, weighted by the gates: exact, and fastest where E is small."""
-
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
     self.config = config
     e, d, f = config.experts, config.width, config.mlp_width
@@ -213,37 +218,27 @@ class _Experts(nnx.Module):
     self.down = nnx.Param(scaled(rngs.params(), (e, f, d)), **layout)
 
   def __call__(self, x, *, layer, noise_keys, hooks):
-    config, rows = self.config, sharding.spec(DATA, None, None)
+    config = self.config
     x = _through(hooks.activation, x)
     # The router works in float32: near-ties decide which expert computes.
-    scores = self.router(x.astype(jnp.float32), out_sharding=rows)
-    if hooks.router is not None:
-      scores = hooks.router(scores, layer, noise_keys)
-    probabilities = jax.nn.softmax(scores)
-    chosen, routes = jax.lax.top_k(probabilities, config.experts_per_token)
-    if hooks.routes is not None:
-      routes = hooks.routes(probabilities, routes, layer, noise_keys)
-    one_hot = routes[..., None] == jnp.arange(config.experts)[None, None, None]
-    if hooks.routes is not None:
-      chosen = jnp.where(one_hot, probabilities[..., None, :], 0).sum(-1)
-    if config.normalize_gates:
-      chosen = chosen / chosen.sum(-1, keepdims=True)
-    if hooks.gates is not None:
-      chosen = hooks.gates(chosen, routes, probabilities, layer, noise_keys)
-    gates = jnp.where(one_hot, chosen[..., None], 0).sum(-2).astype(x.dtype)
-    by_expert = sharding.spec(DATA, None, MODEL, None)
-    weight = lambda p: p[...].astype(config.dtype)
-    up = lambda p: jnp.einsum('btd,edf->btef', x, weight(p), out_sharding=by_expert)
-    inner = jax.nn.silu(up(self.gate)) * up(self.up)
-    inner = (
-      _through(hooks.activation, inner) * sharding.reshard(gates, DATA, None, MODEL)[..., None]
+    scores = self.router(x.astype(jnp.float32), out_sharding=sharding.spec(DATA, None, None))
+    scores, routes, gates = experts.route(
+      scores,
+      config.experts_per_token,
+      normalize=config.normalize_gates,
+      layer=layer,
+      noise_keys=noise_keys,
+      hooks=hooks,
     )
-    out = jnp.einsum('btef,efd->btd', inner, weight(self.down), out_sharding=rows)
-    return out, (scores, routes, chosen)
+    compute = experts.ragged if config.expert_compute == 'ragged' else experts.dense
+    matrices = (p[...].astype(config.dtype) for p in (self.gate, self.up, self.down))
+    out = compute(x, routes, gates, *matrices, activation=hooks.activation)
+    return out, (scores, routes, gates)
 
 
 class _Layer(nnx.Module):
   def __init__(self, config: PolicyConfig, rngs: nnx.Rngs):
+    self.epsilon = config.norm_epsilon
     self.attention = _Attention(config, rngs)
     self.mlp = _Experts(config, rngs) if config.experts else _Mlp(config, rngs)
     self.attention_scale = nnx.Param(jnp.ones(config.width))
@@ -251,7 +246,7 @@ class _Layer(nnx.Module):
 
   def __call__(self, x, *, start, slot, layer, cache, noise_keys, attention, hooks):
     mixed, cache = self.attention(
-      _rms_norm(x, self.attention_scale[...]),
+      _rms_norm(x, self.attention_scale[...], self.epsilon),
       start=start,
       slot=slot,
       layer=layer,
@@ -260,9 +255,8 @@ class _Layer(nnx.Module):
       hooks=hooks,
     )
     x = x + mixed
-    out, routing = self.mlp(
-      _rms_norm(x, self.mlp_scale[...]), layer=layer, noise_keys=noise_keys, hooks=hooks
-    )
+    y = _rms_norm(x, self.mlp_scale[...], self.epsilon)
+    out, routing = self.mlp(y, layer=layer, noise_keys=noise_keys, hooks=hooks)
     return x + out, cache, routing
 
 
@@ -293,6 +287,14 @@ def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
   if not config.tied_head:
     params['head'] = table(keys[1], config.width**-0.5)
   return params
+
+
+def shapes(config: PolicyConfig, vocab_size: int) -> Params:
+  """What `init` would give, as `jax.ShapeDtypeStruct` with shardings: nothing is allocated."""
+  one = dataclasses.replace(config, layers=1)  # layers are alike: traced once
+  found = jax.eval_shape(lambda: init(jax.random.key(0), one, vocab_size))
+  all_layers = lambda x: x.update(shape=(config.layers, *x.shape[1:]))
+  return found | {'layers': jax.tree.map(all_layers, found['layers'])}
 
 
 def init_cache(config: PolicyConfig, rows: int, length: int) -> Cache:
@@ -331,10 +333,14 @@ def apply(
     x = table[tokens]
   x = x.astype(config.dtype)
   graph = _graph(config, sharding.active())
+  # What is kept of each layer for the backward pass is split over `model` along the sequence.
+  apart = config.remat and sharding.divides(tokens.shape[1], MODEL)
+  between = lambda x: sharding.reshard(x, DATA, MODEL if apart else None, None)
 
   def layer(carry, xs):
     x, cache = carry
     weights, index = xs
+    x = sharding.reshard(x, DATA, None, None)
     here = hooks
     if hooks.bind is not None:
       real = slot + jnp.arange(tokens.shape[1])[None] >= start[:, None]
@@ -349,14 +355,14 @@ def apply(
       attention=attention,
       hooks=here,
     )
-    return (x, cache), routing
+    return (between(x), cache), routing
 
   if config.remat:
     layer = jax.checkpoint(layer)
   with jax.default_matmul_precision('float32'):
     (x, cache), routing = jax.lax.scan(
       layer,
-      (x, cache),
+      (between(x), cache),
       (params['layers'], jnp.arange(config.layers)),
       # Small stacks are unrolled: the loop would copy each layer's cache in and out.
       unroll=config.layers <= 4,
@@ -364,7 +370,8 @@ def apply(
   aux = Aux(None, None, None)
   if routing is not None:
     aux = Aux(*(jnp.moveaxis(r, 0, 2) for r in routing))
-  return _rms_norm(x, params['scale']), cache, aux
+  x = sharding.reshard(x, DATA, None, None)
+  return _rms_norm(x, params['scale'], config.norm_epsilon), cache, aux
 
 
 def head(params: Params) -> Float[Array, 'V D']:

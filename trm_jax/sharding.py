@@ -65,6 +65,11 @@ def spec(*axes: str | None) -> P | None:
   return P(*axes) if active() else None
 
 
+def divides(size: int, axis: str) -> bool:
+  """Whether a dimension of `size` >= 2 can be split over a mesh axis; False without a mesh."""
+  return active() and size > 1 and size % jax.sharding.get_abstract_mesh().shape[axis] == 0
+
+
 def reshard(tree, *axes: str | None):
   """`tree` laid out by `axes` (trailing dimensions whole); unchanged without a mesh."""
   return jax.tree.map(lambda x: jax.reshard(x, P(*axes)), tree) if active() else tree
@@ -76,6 +81,11 @@ def over_mesh(fn, *, in_specs, out_specs):
   Differentiate outside: inside, the gradient of a replicated argument already holds its psum.
   """
   return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def over_rows(fn):
+  """`fn(*arrays)` on each device's rows, which it must treat independently; V is whole."""
+  return over_mesh(fn, in_specs=P(DATA), out_specs=P(DATA)) if active() else fn
 
 
 def over_vocabulary(fn):
