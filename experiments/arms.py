@@ -96,18 +96,20 @@ def _program(config: train.Config, arms: tuple[Arm, ...]) -> train.Program:
   return dataclasses.replace(_PROGRAMS[shape], config=config)
 
 
-def _warm(config: train.Config, arms: tuple[Arm, ...], directory: pathlib.Path) -> None:
-  loop.warm_start(
-    _program(config, arms), directory / 'warm_start', progress=_Remote((config.seed, None))
-  )
+def _warm(config: train.Config, arms: tuple[Arm, ...], warm: pathlib.Path) -> None:
+  loop.warm_start(_program(config, arms), warm, progress=_Remote((config.seed, None)))
 
 
 def _run(
-  config: train.Config, arms: tuple[Arm, ...], index: int, directory: pathlib.Path
+  config: train.Config,
+  arms: tuple[Arm, ...],
+  index: int,
+  directory: pathlib.Path,
+  warm: pathlib.Path,
 ) -> list[dict[str, Any]]:
   program, arm = _program(config, arms), arms[index]
   # Finished before: this only reads the parameters back.
-  params = loop.warm_start(program, directory / 'warm_start', progress=_Remote((config.seed, None)))
+  params = loop.warm_start(program, warm, progress=_Remote((config.seed, None)))
   return loop.run(
     program,
     directory / arm.folder,
@@ -126,8 +128,12 @@ def run_all(
   seeds: int,
   directory: pathlib.Path,
   workers: int | None = None,
+  warm_starts: pathlib.Path | None = None,
 ) -> Metrics:
   """Metrics of every (arm name, seed); seeds count up from `config.seed`.
+
+  Warm starts lie beside the runs of their seed, or in `warm_starts`/seedN, where several
+  experiments may share them.
 
   Raises InputError for fewer than one seed or worker; whatever a run raises is raised here.
   """
@@ -142,15 +148,16 @@ def run_all(
 
   configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(seeds)]
   folders = [directory / f'seed{c.seed}' for c in configs]
+  warm = [f / 'warm_start' if warm_starts is None else warm_starts / f.name for f in folders]
   total = seeds * (config.warm_start.steps + len(arms) * config.steps)
   progress = recording.Progress(total, directory.name)
   spread = _in_turn if workers == 1 else _over_processes
-  found = spread(configs, arms, folders, workers, progress)
+  found = spread(configs, arms, folders, warm, workers, progress)
   progress.close()
   return found
 
 
-def _in_turn(configs, arms, folders, workers, progress) -> Metrics:
+def _in_turn(configs, arms, folders, warm, workers, progress) -> Metrics:
   """One run after the other in this process: an accelerator belongs to one process."""
   del workers
   global _REPORT
@@ -162,14 +169,14 @@ def _in_turn(configs, arms, folders, workers, progress) -> Metrics:
     progress.update(sum(done.values()), runs=f'{len(found)} of {len(configs) * len(arms)}')
 
   _REPORT = report
-  for config, folder in zip(configs, folders, strict=True):
+  for config, folder, start in zip(configs, folders, warm, strict=True):
     for index, arm in enumerate(arms):
-      found[arm.name, config.seed] = _run(config, arms, index, folder)
+      found[arm.name, config.seed] = _run(config, arms, index, folder, start)
       done[config.seed, None], done[config.seed, index] = config.warm_start.steps, config.steps
   return found
 
 
-def _over_processes(configs, arms, folders, workers, progress) -> Metrics:
+def _over_processes(configs, arms, folders, warm, workers, progress) -> Metrics:
   """Runs spread over worker processes; a warm start is shared by all arms of its seed."""
   done: dict[tuple, int] = {}
   found: Metrics = {}
@@ -189,8 +196,8 @@ def _over_processes(configs, arms, folders, workers, progress) -> Metrics:
     )
     try:
       waiting = {
-        pool.submit(_warm, c, arms, f): ('warm', i)
-        for i, (c, f) in enumerate(zip(configs, folders, strict=True))
+        pool.submit(_warm, c, arms, w): ('warm', i)
+        for i, (c, w) in enumerate(zip(configs, warm, strict=True))
       }
       while waiting:
         finished, _ = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
@@ -201,7 +208,7 @@ def _over_processes(configs, arms, folders, workers, progress) -> Metrics:
           if kind == 'warm':
             done[config.seed, None] = config.warm_start.steps
             for index in range(len(arms)):
-              job = pool.submit(_run, config, arms, index, folders[i])
+              job = pool.submit(_run, config, arms, index, folders[i], warm[i])
               waiting[job] = (index, i)
           else:
             done[config.seed, kind] = config.steps

@@ -214,6 +214,32 @@ def test_a_row_without_weight_has_no_gradient_whatever_it_holds(form):
   assert jnp.isnan(lh.logp(bad, c.head, c.tokens)[0][3])
 
 
+def test_penalty_and_its_gradient_are_those_of_the_scores(monkeypatch):
+  """KL(policy || reference) by chunks of 3 rows, the last one shorter, against float64."""
+  monkeypatch.setattr(lh, 'CHUNK', 3 * V)
+  rng = np.random.default_rng(8)
+  n, t = 7, 0.7
+  hidden, head, states, table = (
+    jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((n, D), (V, D), (n, E), (V, E))
+  )
+  weights = rng.uniform(size=n)
+
+  def loss(hidden, head, states, table):
+    found = lh.kl_from(hidden, head, states, table, temperature=t)
+    return (found * jnp.asarray(weights, jnp.float32)).sum(), found
+
+  grads, found = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(hidden, head, states, table)
+  h, w, s, r = (np.asarray(x, np.float64) for x in (hidden, head, states, table))
+  log_q, log_p = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (h @ w.T / t, s @ r.T / t))
+  q, d = np.exp(log_q), log_q - log_p
+  kl = (q * d).sum(-1)
+  np.testing.assert_allclose(found, kl, rtol=1e-5)
+  slope = weights[:, None] * q * (d - kl[:, None]) / t
+  np.testing.assert_allclose(grads[0], slope @ w, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(grads[1], slope.T @ h, rtol=1e-4, atol=1e-5)
+  assert (grads[2] == 0).all() and (grads[3] == 0).all()
+
+
 def test_leading_axes():
   c = case(9)
   wide = lambda x: x.reshape(4, 4, *x.shape[1:])

@@ -144,6 +144,18 @@ def test_random_mask_keeps_as_many_rows_as_the_trust_region():
   assert any(differs)
 
 
+def test_length_matched_mask_keeps_as_many_rows_of_each_length(monkeypatch):
+  monkeypatch.setattr(trust_region, 'FEWEST', 1)  # lengths of one row each may stay alone
+  s = scored()
+  kept = np.asarray(objective(mt.Method(max_kl=0.25), s)[1])
+  method = mt.Method(max_kl=0.25, random_mask=True, match_length=True)
+  lengths = np.asarray(s.valid.sum(-1))
+  for key in range(5):
+    chosen = np.asarray(mt.keep(method, s, limit=jnp.float32(1), key=jax.random.key(key)))
+    for n in set(lengths):
+      assert chosen[lengths == n].sum() == kept[lengths == n].sum()
+
+
 def test_followed_limit_replaces_the_configured_one():
   s = scored()
   method = mt.Method(max_kl=5.0, accept=0.5)
@@ -213,15 +225,106 @@ def test_a_budget_needs_exact_chi2():
   assert objective(mt.Method(max_kl=100.0), core)[1].all()
 
 
+def prefix(**setting):
+  return mt.Method(scope='prefix', advantage='centred', **setting)
+
+
+def test_prefix_by_hand():
+  """Rewards 1, 0, 1, 0; the first row leaves at its second token, the fourth at its first."""
+  kl = jnp.full((4, 3), 0.01).at[0, 1].set(0.3).at[0, 2].set(0.02).at[3, 0].set(9.0)
+  kl = kl.at[2, 2].set(jnp.nan)  # padding
+  s = jax.tree.map(lambda x: x[:4, :3] if x.ndim == 2 else x[:4], scored())
+  s = dataclasses.replace(
+    s,
+    logp=jnp.zeros((4, 3)),
+    rollout_logp=jnp.zeros((4, 3)),
+    divergences=dataclasses.replace(s.divergences, kl=kl),
+    valid=jnp.ones((4, 3), bool).at[2, 2].set(False),
+    reward=jnp.array([1.0, 0, 1, 0]),
+  )
+  mean, kept, _ = objective(prefix(max_kl=0.2), s)
+  np.testing.assert_array_equal(kept, [[1, 0, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]])
+  assert (mean.total, mean.count) == (0.5 * (1 - 3 + 2 - 0), 4)
+  mean, _, _ = objective(prefix(max_kl=0.2, normalize_by='accepted', reduce_tokens='mean'), s)
+  np.testing.assert_allclose([mean.total, mean.count], [0.5 * (1 / 3 - 1 + 1), 3], rtol=1e-6)
+  # Rows that keep a token shape the baseline: rewards 1, 0, 1.
+  pooled = objective(prefix(max_kl=0.2, baseline_pool='accepted'), s)[2]
+  np.testing.assert_allclose(pooled[:3], [1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
+  every, only = (
+    mt.penalty(prefix(max_kl=0.2, kl_scope=scope), jnp.ones((4, 3)), s.valid, kept)
+    for scope in ('all', 'kept')
+  )
+  assert (every.total, only.total) == (11, 6)
+
+
+@pytest.mark.parametrize('limits', [dict(max_kl=0.25), dict(max_tv=0.25, chi2_budget=0.6)])
+def test_prefixes_end_at_the_first_context_outside(limits):
+  s, method = scored(), prefix(**limits)
+  valid, spent = np.asarray(s.valid), np.zeros(B)
+  kept, going = np.ones((B, T), bool), np.ones(B, bool)
+  for t in range(T):
+    spent += np.where(valid[:, t], s.divergences.chi2[:, t], 0)
+    bad = np.asarray(s.divergences.kl[:, t]) > limits.get('max_kl', np.inf)
+    bad |= np.asarray(s.divergences.tv[:, t]) > limits.get('max_tv', np.inf)
+    bad |= spent > limits.get('chi2_budget', np.inf)
+    going &= ~(bad & valid[:, t])
+    kept[:, t] = going
+  got = objective(method, s)[1]
+  np.testing.assert_array_equal(got, kept)
+  part = kept[valid]
+  assert 0 < part.sum() < part.size and (kept.any(-1) & ~kept.all(-1)).any()
+  # Rows kept whole are those of the sequence criterion.
+  whole = objective(mt.Method(**limits), s)[1]
+  np.testing.assert_array_equal(got.all(-1), whole)
+
+  def total(logp, spoil=0.0):
+    far = ~kept | ~valid
+    here = dataclasses.replace(s, logp=jnp.where(far, logp + spoil, logp))
+    return objective(method, here)[0].total
+
+  value, grad = jax.value_and_grad(total)(s.logp)
+  assert (np.asarray(grad)[~kept | ~valid] == 0).all() and np.abs(grad).max() > 0.1
+  for spoil in (1e30, jnp.nan):
+    other = jax.value_and_grad(total)(s.logp, spoil)
+    assert other[0] == value
+    np.testing.assert_array_equal(other[1], grad)
+
+
+def test_a_prefix_of_identical_policies_is_everything():
+  s = scored()
+  same = jax.tree.map(jnp.zeros_like, s.divergences)
+  s = dataclasses.replace(s, divergences=same)
+  masked, free = objective(prefix(max_kl=1e-30), s), objective(mt.Method(advantage='centred'), s)
+  assert masked[1].all() and masked[0].total == free[0].total
+  unusable = dataclasses.replace(s, usable=jnp.arange(B) != 2)
+  np.testing.assert_array_equal(
+    objective(prefix(max_kl=1e-30), unusable)[1].any(-1), unusable.usable
+  )
+
+
+def test_the_control_of_prefixes_deals_out_their_ends():
+  s = dataclasses.replace(scored(), valid=jnp.ones((B, T), bool))
+  kept = np.asarray(objective(prefix(max_kl=0.25), s)[1])
+  for options in (dict(), dict(match_length=True)):
+    chosen = np.asarray(objective(prefix(max_kl=0.25, random_mask=True, **options), s)[1])
+    np.testing.assert_array_equal(np.sort(chosen.sum(-1)), np.sort(kept.sum(-1)))
+    assert (chosen != kept).any() and (np.diff(chosen * 1) <= 0).all()
+
+
 @pytest.mark.parametrize(
   'setting, word',
   [
+    (dict(scope='prefix'), "method.scope='prefix' .* none is set"),
+    (dict(scope='prefix', max_kl=0.1, mean_kl=0.1), 'method.mean_kl=0.1 .*has no form'),
     (dict(max_kl=0.0), 'max_kl'),
     (dict(mean_kl=-1.0), 'mean_kl'),
     (dict(max_kl=float('nan')), 'max_kl'),
     (dict(accept=1.5, max_kl=0.1), 'accept'),
     (dict(accept=0.5), 'max_kl'),
+    (dict(accept=0.5, max_kl=0.1, accept_rate=0.0), 'accept_rate'),
+    (dict(accept_floor=-1.0), 'accept_floor'),
     (dict(random_mask=True), 'random_mask'),
+    (dict(match_length=True), 'match_length'),
     (dict(weight='tis'), 'anchor'),
     (dict(surrogate='decoupled'), 'anchor'),
     (dict(surrogate='decoupled', anchor='version', weight='tis'), 'weight'),

@@ -102,6 +102,31 @@ def test_nothing_to_average_is_nan_and_violations_are_counted():
   assert np.isfinite(got['kl/mean']) and np.isfinite(got['kl/max'])
 
 
+def test_acceptance_of_prefixes_by_position():
+  scored, keep, a = case()
+  cut = np.random.default_rng(5).integers(0, T + 1, B)
+  mask = (np.arange(T)[None] < cut[:, None]) | (cut >= a['lengths'])[:, None]
+  got = summarise(scored, jnp.asarray(mask), jnp.zeros((B, T), bool))
+  lengths, token = a['lengths'], a['valid']
+  assert (cut >= lengths).any() and (cut < lengths).any()
+  np.testing.assert_allclose(got['acceptance'], (cut >= lengths).mean(), rtol=1e-6)
+  np.testing.assert_allclose(got['acceptance/tokens'], mask[token].mean(), rtol=1e-6)
+  quarter = 4 * np.arange(T)[None] // lengths[:, None]
+  for i in range(4):
+    want = mask[token & (quarter == i)].mean()
+    np.testing.assert_allclose(got[f'acceptance/position_q{i + 1}'], want, rtol=1e-6)
+  # Weights of the policy patched where rows leave, over the rows that keep a token.
+  w = np.exp(np.where(token & mask, a['log_ratio'], 0).sum(-1))[(token & mask).any(-1)]
+  np.testing.assert_allclose(got['ess'], w.sum() ** 2 / (len(w) * (w**2).sum()), rtol=1e-5)
+  # A mask of whole rows is the same in either form.
+  rows, tokens = (
+    summarise(scored, k, jnp.zeros((B, T), bool))
+    for k in (keep, jnp.broadcast_to(keep[:, None], (B, T)))
+  )
+  for name in rows:
+    np.testing.assert_array_equal(rows[name], tokens[name], name)
+
+
 def test_a_missing_log_prob_counts_as_no_weight():
   scored, keep, a = case()
   row = int(np.flatnonzero(a['reward'][:8])[0])

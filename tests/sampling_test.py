@@ -14,7 +14,7 @@ import scipy.stats
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import divergences, policy, sampling, sharding, types
+from trm_jax import brackets, divergences, policy, sampling, sharding, stores, types
 from trm_jax.mismatch import precision, routing
 
 V, PAD, EOS = 12, 0, 1
@@ -385,6 +385,54 @@ def test_store_keeps_what_it_says():
     np.testing.assert_allclose(other.logp, full.logp, rtol=0, atol=1e-6)
   np.testing.assert_allclose(policy.logits(params, hidden.hidden), full.logits, rtol=0, atol=1e-5)
   assert (np.asarray(hidden.hidden)[~np.asarray(full.valid)] == 0).all()
+
+
+def test_the_likeliest_tokens_are_those_of_the_scores():
+  params, full = parameters(DENSE), rolled(DENSE)
+  kept = generator(DENSE, store='topk', top=5)(params, TEXT, START, KEY)
+  assert kept.logits is None and kept.hidden is None
+  valid = np.asarray(full.valid)
+  np.testing.assert_array_equal(kept.tokens, full.tokens)
+  want = brackets.top_k(full.logits, 5)
+  np.testing.assert_array_equal(kept.top.ids[valid], want.ids[valid])
+  for name in ('logp', 'tail'):
+    got = np.asarray(getattr(kept.top, name))
+    np.testing.assert_allclose(got[valid], getattr(want, name)[valid], rtol=1e-5)
+    assert (got[~valid] == 0).all()
+
+  # Re-scored one slot at a time or all at once: the same noise on the same scores.
+  def shaken(scores, keys):
+    return scores + jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (V,))))(keys)
+
+  hooks = policy.Hooks(logits=shaken)
+
+  @jax.jit
+  def scored(params, kept, full):
+    own = lambda rollout, hooks: sampling.replay(
+      params, DENSE, rollout, KEY, samples=SAMPLES, temperature=1.3, hooks=hooks
+    )
+    states = dataclasses.replace(kept, top=None, hidden=jnp.zeros((*full.valid.shape, 16)))
+    hidden, _ = sampling.score(params, DENSE, full)
+    head = policy.head(params)
+    healthy = [
+      stores.compare(
+        hidden, head, own(r, policy.Hooks()), heads=(head,), shares=(SAMPLES,), temperature=1.3
+      )
+      for r in (states, kept)
+    ]
+    return own(kept, hooks), own(full, hooks), healthy
+
+  by_slot, whole, (exact, bounds) = scored(params, kept, full)
+  np.testing.assert_allclose(by_slot.logp, whole.logp, rtol=1e-5, atol=1e-6)
+  want = brackets.top_k(whole.logits, 5, temperature=1.3)
+  np.testing.assert_array_equal(by_slot.top.ids[valid], want.ids[valid])
+  np.testing.assert_allclose(by_slot.top.tail[valid], want.tail[valid], rtol=1e-4)
+  assert (by_slot.top.ids[valid] != kept.top.ids[valid]).any()
+  # Without mismatch: KL is 0 to the last bit, and between the bounds.
+  np.testing.assert_array_equal(exact.divergences.kl[valid], 0)
+  np.testing.assert_array_equal(bounds.lower.kl[valid], 0)
+  assert (bounds.divergences.kl[valid] > 0).all()
+  np.testing.assert_allclose(exact.divergences.log_ratio[valid], 0, atol=1e-5)
 
 
 @functools.cache

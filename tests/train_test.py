@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import signal
 
@@ -92,7 +93,8 @@ def about():
 
 
 def timeless(metrics):
-  return [{k: v for k, v in row.items() if k != 'seconds'} for row in metrics]
+  clocked = ('seconds', 'tokens_per_second')
+  return [{k: v for k, v in row.items() if k not in clocked} for row in metrics]
 
 
 def same(a, b):
@@ -165,6 +167,41 @@ def test_killed_run_falls_back_to_its_last_checkpoint(tmp_path, start, whole):
   assert final_state(path, start) == whole[1]
 
 
+def test_traced_steps_memory_and_speed_are_recorded(tmp_path, start):
+  short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=3))
+  compiles = []
+  listen = lambda name, seconds, **_: compiles.append(name) if 'backend_compile' in name else None
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  loop.run(short, tmp_path / 'warm', start, progress=Watch())  # whatever is compiled on the way
+  compiles.clear()
+  metrics = loop.run(short, tmp_path / 'run', start, progress=Watch(), profile=(2, 3))
+  assert not compiles  # the program that was asked for its memory is the one that ran
+  traces = list((tmp_path / 'run' / 'profile').rglob('*.xplane.pb'))
+  assert len(traces) == 1
+  assert not (tmp_path / 'warm' / 'profile').exists()
+  memory = json.loads((tmp_path / 'run' / 'memory.json').read_text())
+  assert memory['aliased'] > 1000 and memory['arguments'] > memory['aliased']
+  for row in metrics[1:]:
+    tokens = row['length'] * CONFIG.prompts * CONFIG.samples
+    assert row['tokens_per_second'] == pytest.approx(tokens / row['seconds'])
+  assert 'tokens_per_second' not in metrics[0]
+  assert not any(name.startswith('time/') for row in metrics for name in row)
+
+
+def test_steps_that_are_not_run_cannot_be_traced(tmp_path, start):
+  with pytest.raises(InputError, match='profile=7:8 lies beyond the last step, 7'):
+    loop.run(program(), tmp_path / 'run', start, progress=Watch(), profile=(7, 8))
+
+
+@pytest.mark.slow
+def test_parts_of_a_step_are_timed_once(tmp_path, start):
+  short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=2))
+  metrics = loop.run(short, tmp_path / 'run', start, progress=Watch(), time_parts=True)
+  names = {'time/rollout', 'time/statistics', 'time/update'}
+  assert names <= set(metrics[1]) and not names & set(metrics[2])
+  assert 0 < metrics[1]['time/statistics'] < metrics[1]['time/update'] * 2
+
+
 def test_finished_run_is_only_read(tmp_path, start):
   path = tmp_path / 'run'
   first = loop.run(program(), path, start, progress=Watch())
@@ -202,6 +239,7 @@ def test_non_finite_loss_stops_names_step_and_rows_and_keeps_the_checkpoint(tmp_
       state = dataclasses.replace(state, params=bad)
     return good.step(state, arm, prompts, starts)
 
+  poisoned.lower = good.step.lower
   with pytest.raises(NonFiniteError, match=r'step 4: .*rows \[0, 1'):
     loop.run(dataclasses.replace(good, step=poisoned), path, start, progress=Watch())
   assert recording.read_metrics(path / 'metrics.jsonl')[-1]['step'] == 3
@@ -277,9 +315,11 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(microbatches=8), 'microbatches'),
     (dict(mesh='1,3'), 'kv_heads'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
-    (dict(replay_routes=True, policy=DENSE), 'replay_routes=True needs experts'),
+    (dict(replay_routes='experts', policy=DENSE), "replay_routes='experts' needs experts"),
+    (dict(replay_support=True, store='topk'), "replay_support=True .*store='topk' holds none"),
     (dict(fleet=fleet.Fleet(engine=JITTER), policy=DENSE), 'routing'),
     (dict(eval_prompts=7, mesh='2,1'), 'eval_prompts'),
+    (dict(store='topk', top=0), 'top=0'),
   ],
 )
 def test_bad_settings_are_named(setting, word):
@@ -363,7 +403,7 @@ def test_replayed_routes_are_the_engines_own():
   """Under router noise the trainer's own experts would differ from the engine's."""
   config = dataclasses.replace(
     CONFIG, fleet=fleet.Fleet(engine=JITTER), epochs=1, minibatches=1, retrospective=False,
-    method=method.Method(), replay_routes=True,
+    method=method.Method(), replay_routes='experts',
   )  # fmt: skip
   built = train.build(config)
   tasks.prepare(built.task, CONFIG.data_dir)

@@ -453,13 +453,14 @@ def test_jit_vmap_traced_limits_and_strict_promotion():
 def whole_mask(d, valid, key, axis_name=None):
   keep = tr.all_of(*all_criteria()[:2], *all_criteria()[5:])(d, valid)
   control = tr.permuted(keep, key, axis_name=axis_name)
-  return keep, control
+  matched = tr.permuted(keep, key, lengths=valid.sum(-1), axis_name=axis_name)
+  return keep, control, matched
 
 
 def weighed(fn, d, valid, key, x):
-  """A loss with both masks in it: its gradient is wrong where a mask lost its device axis."""
-  keep, control = fn(d, valid, key)
-  return (jnp.where(keep, x**2, 0) + jnp.where(control, jnp.sin(x), 0)).sum()
+  """A loss with all masks in it: its gradient is wrong where a mask lost its device axis."""
+  keep, *controls = fn(d, valid, key)
+  return jnp.where(keep, x**2, 0).sum() + sum(jnp.where(c, jnp.sin(x), 0).sum() for c in controls)
 
 
 @pytest.mark.parametrize('mesh', MESHES)
@@ -482,7 +483,10 @@ def test_rows_split_over_a_mesh(mesh):
     # The masks inside the body, multiplied with an operand that is the same on every device.
     inner = jax.shard_map(
       lambda d, valid, key, w: jax.lax.psum(
-        jnp.where(whole_mask(d, valid, key, 'data')[1], w * d.kl[:, 0], 0).sum(), 'data'
+        sum(
+          jnp.where(mask, w * d.kl[:, 0], 0).sum() for mask in whole_mask(d, valid, key, 'data')[1:]
+        ),
+        'data',
       ),
       in_specs=(rows, rows, P(), P()),
       out_specs=P(),
@@ -492,7 +496,9 @@ def test_rows_split_over_a_mesh(mesh):
   for g, w in zip(got, want, strict=True):
     np.testing.assert_array_equal(g, w)
   np.testing.assert_allclose(gradient, want_grad, rtol=1e-6)
-  np.testing.assert_allclose(slope, jnp.where(want[1], case()[0].kl[:, 0], 0).sum(), rtol=1e-5)
+  first = case()[0].kl[:, 0]
+  want_slope = sum(jnp.where(mask, first, 0).sum() for mask in want[1:])
+  np.testing.assert_allclose(slope, want_slope, rtol=1e-5)
 
 
 @pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
@@ -525,6 +531,36 @@ def test_control_is_uniform_and_moves():
   assert len(np.unique(masks, axis=0)) == 56
   # Rows 0 and 1 both kept: 3/8 * 2/7.
   np.testing.assert_allclose((masks[:, 0] & masks[:, 1]).mean(), 6 / 56, atol=0.025)
+
+
+def test_length_matched_control_by_hand():
+  """Blocks: lengths 1 (8 rows) and 2 (9 rows); 3, 4 and 5, which begin in one block of eight."""
+  lengths = jnp.array([1] * 8 + [2] * 9 + [3, 4, 5])
+  order = jax.random.permutation(jax.random.key(9), lengths.size)
+  lengths = lengths[order]
+  keep = jnp.isin(order, jnp.array([0, 1, 2, 8, 17]))  # 3 of length 1, 1 of 2, 1 of the others
+  draw = jax.jit(jax.vmap(lambda k: tr.permuted(keep, k, lengths=lengths)))
+  masks = np.asarray(draw(jax.random.split(jax.random.key(0), 3000)))
+  rows = np.asarray(lengths)
+  for block, kept in (([1], 3), ([2], 1), ([3, 4, 5], 1)):
+    inside = np.isin(rows, block)
+    assert (masks[:, inside].sum(-1) == kept).all()
+    # Each row of a block alike: standard error below .009.
+    np.testing.assert_allclose(masks[:, inside].mean(0), kept / inside.sum(), atol=0.045)
+
+
+@hypothesis.given(seed=SEEDS, data=st.data())
+def test_length_matched_control_keeps_the_rate_and_all_of_a_kind(seed, data):
+  lengths = jnp.array(data.draw(st.lists(st.integers(0, 5), min_size=24, max_size=24)))
+  keep = jnp.array(data.draw(st.lists(st.booleans(), min_size=24, max_size=24)))
+  mask = tr.permuted(keep, jax.random.key(seed), lengths=lengths)
+  assert mask.sum() == keep.sum() and mask.dtype == bool
+  # Lengths of eight rows or more that begin a block of their own keep their share exactly.
+  counts = np.bincount(lengths, minlength=6)
+  first = np.cumsum(counts) - counts
+  for n in np.flatnonzero(counts):
+    if (first[counts > 0] // tr.FEWEST == first[n] // tr.FEWEST).sum() == 1:
+      assert mask[lengths == n].sum() == keep[lengths == n].sum()
 
 
 # The moving limit.

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from trm_jax import attention, method, policy, sampling, sharding, update
+from trm_jax import attention, judgement, method, policy, sampling, sharding, update
 from trm_jax.mismatch import fleet, routing, staleness
 
 CONFIG = policy.PolicyConfig(
@@ -80,12 +80,7 @@ def rollout(strength=1.0):
 
 
 def batch(r=None, **fields):
-  return update.Batch(
-    **(
-      dict(rollout=r or rollout(), recomputed_logp=None, version_logp=None, reference_logits=None)
-      | fields
-    )
-  )
+  return update.Batch(**(dict(rollout=r or rollout()) | fields))
 
 
 def program(s, options=None):
@@ -109,7 +104,9 @@ def gradients(b, s, p=None, mesh=None, chosen=0):
     with jax.set_mesh(sharding.make_mesh(*mesh)):
       shapes = jax.eval_shape(lambda k: policy.init(k, CONFIG, V), jax.random.key(0))
       p = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding.spec), p, shapes)
-      b = jax.tree.map(lambda x: jax.device_put(x, jax.P('data')), b)
+      rows = jax.tree.map(lambda x: jax.device_put(x, jax.P('data')), b.rows)
+      heads = jax.tree.map(lambda x: jax.device_put(x, jax.P('model', 'data')), b.heads)
+      b = dataclasses.replace(rows, heads=heads)
       loss, grads, report = compiled(s)(p, b, chosen)
   return float(loss), [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)], report
 
@@ -155,15 +152,14 @@ PENALTY = (
 
 
 @functools.cache
-def reference_logits():
-  def scores(p, r):
-    return policy.logits(p, sampling.score(p, CONFIG, r)[0])
-
-  return jax.jit(scores)(params(2), rollout())
+def reference():
+  hidden = jax.jit(lambda p, r: sampling.score(p, CONFIG, r)[0])(params(2), rollout())
+  heads = judgement.Heads(reference=policy.head(params(2)))
+  return dict(reference_hidden=hidden, heads=heads)
 
 
 def batch_for(name):
-  return batch(reference_logits=reference_logits() if METHODS[name].kl_coefficient else None)
+  return batch(**(reference() if METHODS[name].kl_coefficient else {}))
 
 
 def arm(name, b=None, p=None, mesh=None, **sizes):
@@ -416,6 +412,9 @@ def test_limit_pools_all_updates_and_never_falls_to_float_noise():
   floor = dataclasses.replace(begin, limit=jnp.float32(update.LIMIT_FLOOR))
   still = update.follow_limit(floor, jax.tree.map(lambda x: x[None], zero), update.Arm(), follow)
   np.testing.assert_allclose(still.limit, update.LIMIT_FLOOR, rtol=1e-4)
+  fast = settings(method.Method(max_kl=0.15, accept=0.9, accept_rate=0.5, accept_floor=0.05))
+  moved = update.follow_limit(begin, jax.tree.map(lambda x: x[None], zero), update.Arm(), fast)
+  np.testing.assert_allclose(moved.limit, (0.15 * 0.05) ** 0.5, rtol=1e-5)
 
 
 def test_penalty_acts_even_where_no_row_is_accepted():

@@ -19,16 +19,13 @@ the exact value. No gradient flows. With `axis_name` the last axis is this devic
 vocabulary and ids are global; devices exchange numbers per row and per stored token only.
 """
 
-import dataclasses
-import typing
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from trm_jax import vocab
-from trm_jax.types import InputError
+from trm_jax.types import Bracket, InputError, TopK
 
 ACCEPT, UNDECIDED, REJECT = 1, 0, -1
 # A log-probability l is taken to be right to _ROUNDING * (3 + |l|), the tail to the same relative
@@ -37,34 +34,6 @@ _ROUNDING = 2.0**-21
 _SECOND_ORDER = 2.0**-36  # what the squares of such errors can add to a sum
 _MASS = 1e-4  # a record whose mass is further from 1 is not rounded but wrong
 _SMALLEST_CAP = -87.0  # log; exp of it is still a normal float32
-
-
-@typing.no_type_check  # trees of it may be stacked, abstract or specs
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TopK:
-  """What an engine stores of a next-token distribution, after temperature.
-
-  Attributes:
-    ids: the K likeliest tokens, in any order, none twice.
-    logp: their log-probs in nats, float32; -inf where fewer than K have any mass (void id).
-    tail: mass of all other tokens, >= 0, float32. Add it up: 1 - sum loses the digits of a small
-      one. Exactly 0 where the stored tokens are the whole support.
-  """
-
-  ids: Int[Array, '*b K']
-  logp: Float[Array, '*b K']
-  tail: Float[Array, '*b']
-
-
-@typing.no_type_check  # trees of it may be stacked, abstract or specs
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Bracket:
-  """lower <= truth <= upper per token; NaN in both where the record is no distribution."""
-
-  lower: Float[Array, '*b']
-  upper: Float[Array, '*b']
 
 
 def _known(x) -> bool:

@@ -3,11 +3,13 @@
     statistics    policy hidden + head against rollout logits, or rollout hidden + head
     brackets      against the rollout's top-K log-probs and tail mass: lower and upper bounds
     logp          of the policy alone, where the rollout reported only sampled log-probs
+    kl_from       KL(policy || reference) with its gradient: the penalty that holds a policy back
 
 Scores exist only inside a chunk of rows (forward) or of the vocabulary (backward), or, on a TPU, in
 a kernel's fast memory. Gradients flow from log-probs and entropy to `hidden` and `head`; the
-divergences carry none: they build masks. Under `shard_map` with rows over one axis and the head's
-rows over another, the sums over devices that the gradient needs follow from the operands' types.
+divergences of the first two carry none: they build masks. Under `shard_map` with rows over one axis
+and the head's rows over another, the sums over devices that the gradient needs follow from the
+operands' types.
 
 What is recomputed from hidden states is what *this* head makes of them: a mismatch inside the
 engine's own head (its dtype, its kernel) shows only in logits that the engine stored.
@@ -55,10 +57,11 @@ def project(hidden: Float[Array, '*n D'], head: Float[Array, 'V D']) -> Float[Ar
   )
 
 
-def _check(temperature, hidden, head, tokens, **rollout):
+def _check(temperature, hidden, head, tokens, side='rollout', **rollout):
   pairs = {'hidden': (hidden, 'head', head)}
-  if rollout.get('rollout_hidden') is not None or rollout.get('rollout_head') is not None:
-    pairs['rollout_hidden'] = (rollout['rollout_hidden'], 'rollout_head', rollout['rollout_head'])
+  states, table = (rollout.get(f'{side}_{part}') for part in ('hidden', 'head'))
+  if states is not None or table is not None:
+    pairs[f'{side}_hidden'] = (states, f'{side}_head', table)
   for name, (states, head_name, table) in pairs.items():
     if states is None or table is None:
       raise InputError(f'{name} and {head_name} belong together: give both or neither.')
@@ -163,6 +166,41 @@ def logp(
   rollout = _Rollout()
   found, _ = _positions(hidden, head, tokens, rollout, temperature, False, axis_name)
   return found.policy_logp, found.entropy
+
+
+def kl_from(
+  hidden: Float[Array, '*b D'],
+  head: Float[Array, 'V D'],
+  reference_hidden: Float[Array, '*b E'],
+  reference_head: Float[Array, 'V E'],
+  *,
+  temperature: float | Float[Array, ''] = 1.0,
+  axis_name: str | None = None,
+) -> Float[Array, '*b']:
+  """KL(policy || reference) per position in nats, in [0, inf], float32, scores in chunks only.
+
+  Gradient to `hidden` and `head` of the policy, recomputed chunk by chunk; none to the reference.
+  Raises InputError for shapes that do not fit.
+  """
+  reference = dict(reference_hidden=reference_hidden, reference_head=reference_head)
+  _check(temperature, hidden, head, None, 'reference', **reference)
+  reference_hidden, reference_head = jax.lax.stop_gradient((reference_hidden, reference_head))
+  hidden, head, reference_hidden, reference_head = blocks.match_varying(
+    hidden, head, reference_hidden, reference_head
+  )
+
+  @jax.checkpoint
+  def chunk(hidden, reference_hidden):
+    # `divergences.kl` is KL(rollout || policy): the policy stands where the rollout did.
+    return divergences.kl(
+      project(reference_hidden, reference_head),
+      project(hidden, head),
+      temperature=temperature,
+      axis_name=axis_name,
+    )
+
+  by_rows = functools.partial(blocks.by_rows, chunk, rows=blocks.rows_of(head.shape[0], CHUNK))
+  return blocks.flat(by_rows, hidden.ndim - 1)(hidden, reference_hidden)
 
 
 def _positions(hidden, head, tokens, rollout, temperature, *static):

@@ -8,7 +8,19 @@ differentiates. The masking and the surrogate are independent: any surrogate goe
     TIS                anchor='recomputed', weight='tis'
     TRM-Max            max_kl=0.2
     TRM-Combined       max_kl=0.1, mean_kl=0.002
+    prefix TRM         max_kl=0.2, scope='prefix'
     decoupled          surrogate='decoupled', anchor='version'
+
+With scope='prefix' a row may be kept in part, up to its first context outside. Then
+
+| what                      | counts                                                              |
+| ------------------------- | ------------------------------------------------------------------- |
+| surrogate, penalty 'kept' | the kept tokens; the others add exactly 0 to value and gradient     |
+| reduce_tokens='mean'      | divides by all tokens of the row, kept or not                       |
+| normalize_by='total'      | divides by all rows: unbiased for the objective of the kept tokens  |
+| 'accepted', and the pool  | rows that keep a token (of the baseline: by their whole reward)     |
+| accept                    | rows that are kept to their end                                     |
+| random_mask               | where rows are cut is dealt out anew (`permuted_prefixes`)          |
 """
 
 import dataclasses
@@ -22,7 +34,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import advantages as adv
 from trm_jax import importance, surrogates, trust_region
-from trm_jax.types import Divergences, InputError, Mean
+from trm_jax.types import Bracket, Divergences, InputError, Mean
 
 LIMITS = (
   'max_kl',
@@ -34,6 +46,8 @@ LIMITS = (
   'mean_deviation',
   'chi2_budget',
 )
+# Limits that are functions of the contexts up to a token, which can cut a row there.
+PREFIX_LIMITS = ('max_kl', 'max_tv', 'chi2_budget')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +88,23 @@ class Method:
   mean_deviation: float | None = None
   # ... while the sum of its tokens' chi2(policy || rollout) is at most this; costs exact chi2.
   chi2_budget: float | None = None
+  # Judge whole sequences, or keep each one up to its first context outside (max_kl, max_tv and
+  # chi2_budget only).
+  scope: Literal['sequence', 'prefix'] = 'sequence'
+  # Which end of a certified bracket limits judge where the rollout stored its likeliest tokens
+  # (store='topk'): upper = what is kept is inside; lower = what is rejected is outside.
+  bound: Literal['upper', 'lower'] = 'upper'
   # Let the max_kl limit follow past batches so that about this share is accepted (0..1); max_kl is
   # then its first value. None = fixed.
   accept: float | None = None
+  # How much of the way (of log limit) it goes with each batch: more where divergences change fast.
+  accept_rate: float = 0.1
+  # ... and it never falls below this many nats, e.g. while weights hardly move.
+  accept_floor: float = 0.0
   # Control: keep as many sequences as the trust region would, chosen at random.
   random_mask: bool = False
+  # The control keeps as many rows of each length, too: chosen among rows of (nearly) equal length.
+  match_length: bool = False
   # Reward minus the group's mean (centred), divided by its deviation too (group_relative), or minus
   # the mean of the others (leave_one_out).
   advantage: Literal['centred', 'group_relative', 'leave_one_out'] = 'group_relative'
@@ -106,6 +132,10 @@ class Method:
         )
     if self.accept is not None and not 0 < self.accept < 1:
       raise InputError(f'method.accept={self.accept} must lie strictly between 0 and 1.')
+    if not 0 < self.accept_rate <= 1:
+      raise InputError(f'method.accept_rate={self.accept_rate} must lie in (0, 1].')
+    if not self.accept_floor >= 0:
+      raise InputError(f'method.accept_floor={self.accept_floor} must be >= 0.')
     if self.accept is not None and self.max_kl is None:
       raise InputError('method.accept needs method.max_kl as the first value of the limit.')
     if self.random_mask and not self.limits:
@@ -113,6 +143,20 @@ class Method:
         'method.random_mask keeps as many rows as a trust region would, but no limit is set: add'
         ' one, e.g. method.max_kl.'
       )
+    if self.scope == 'prefix':
+      for name, limit in self.limits.items():
+        if name not in PREFIX_LIMITS:
+          raise InputError(
+            f'method.{name}={limit} speaks of whole sequences and has no form for method.scope='
+            f"'prefix'; use {', '.join(PREFIX_LIMITS)}, or scope 'sequence'."
+          )
+      if not self.limits:
+        raise InputError(
+          "method.scope='prefix' keeps sequences up to the first context outside a limit, but none"
+          ' is set: add one, e.g. method.max_kl.'
+        )
+    if self.match_length and not self.random_mask:
+      raise InputError('method.match_length says how method.random_mask chooses: set that as well.')
     if self.weight == 'tis' and (self.anchor == 'rollout' or self.surrogate == 'decoupled'):
       raise InputError(
         f"method.weight='tis' weights anchor / rollout, which method.anchor={self.anchor!r} with"
@@ -151,6 +195,24 @@ class Method:
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Bounds:
+  """What a record of the likeliest tokens leaves open.
+
+  Attributes:
+    kl, tv: certified bounds per token.
+    upper, lower: rows that are inside to their end, judged on either bound: surely inside, and not
+      surely outside.
+  """
+
+  kl: Bracket
+  tv: Bracket
+  upper: Bool[Array, 'B']
+  lower: Bool[Array, 'B']
+
+
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Scored:
   """A minibatch after the forward pass: all that a method may look at.
 
@@ -159,9 +221,10 @@ class Scored:
     rollout_logp: as reported by the engine, missing values resolved.
     recomputed_logp: trainer's numerics, weights at the start of the batch.
     version_logp: trainer's numerics, weights the engine says it used.
-    divergences: exact and sampled statistics of (policy, rollout), detached.
+    divergences: statistics of (policy, rollout) that criteria read, detached.
     usable: rows whose log-probs allow a judgement at all.
     valid, reward, engine: as in `Rollout`.
+    bounds: both bounds, where `divergences` holds one of them; else None.
   """
 
   logp: Float[Array, 'B T']
@@ -173,6 +236,7 @@ class Scored:
   valid: Bool[Array, 'B T']
   reward: Float[Array, 'B']
   engine: Int[Array, 'B']
+  bounds: Bounds | None = None
 
 
 def keep(
@@ -182,11 +246,17 @@ def keep(
   limit: Float[Array, ''],
   key: Key[Array, ''],
   axis_name: str | None = None,
-) -> Bool[Array, 'B']:
-  """Rows inside the method's trust region. `limit` is the followed max_kl limit."""
+) -> Bool[Array, 'B'] | Bool[Array, 'B T']:
+  """Rows, or with scope='prefix' tokens, inside the trust region.
+
+  `limit` is the followed max_kl limit. A row that is not usable keeps nothing. Slots of a row after
+  its last token are kept where that is: a row is kept whole where all its slots are.
+  """
   limits = method.limits
   if method.accept is not None:
     limits['max_kl'] = limit
+  if method.scope == 'prefix':
+    return _keep_prefixes(method, limits, scored, key, axis_name)
   weights = dict(epsilon=method.length_neutral_epsilon, delta=method.length_neutral_delta)
   criteria = [
     functools.partial(
@@ -196,8 +266,50 @@ def keep(
   ]
   inside = trust_region.all_of(*criteria)(scored.divergences, scored.valid)
   if method.random_mask:
-    inside = trust_region.permuted(inside & scored.usable, key, axis_name=axis_name)
+    lengths = scored.valid.sum(-1) if method.match_length else None
+    inside = trust_region.permuted(
+      inside & scored.usable, key, lengths=lengths, axis_name=axis_name
+    )
   return inside & scored.usable
+
+
+def _keep_prefixes(method, limits, scored, key, axis_name):
+  masks = [
+    getattr(trust_region, f'prefix_{name}')(scored.divergences, scored.valid, limit=value)
+    for name, value in limits.items()
+  ]
+  inside = functools.reduce(jnp.logical_and, masks) & scored.usable[:, None]
+  if method.random_mask:
+    lengths = scored.valid.sum(-1) if method.match_length else None
+    inside = trust_region.permuted_prefixes(inside, key, lengths=lengths, axis_name=axis_name)
+  return inside & scored.usable[:, None]
+
+
+def bounded(
+  method: Method, scored: Scored, lower: Divergences, *, limit: Float[Array, '']
+) -> Scored:
+  """`scored`, whose divergences are upper bounds, with both bounds and judged on the method's.
+
+  `lower` holds the lower bounds. `limit` as for `keep`.
+  """
+  upper = scored.divergences
+  plain = dataclasses.replace(method, random_mask=False, match_length=False)
+  whole = {}
+  for name, seen in (('upper', upper), ('lower', lower)):
+    kept = keep(
+      plain, dataclasses.replace(scored, divergences=seen), limit=limit, key=jax.random.key(0)
+    )
+    whole[name] = kept if kept.ndim == 1 else kept.all(-1)
+  bounds = Bounds(Bracket(lower.kl, upper.kl), Bracket(lower.tv, upper.tv), **whole)
+  judged = upper if method.bound == 'upper' else lower
+  return dataclasses.replace(scored, divergences=judged, bounds=bounds)
+
+
+def rows_kept(
+  kept: Bool[Array, 'B'] | Bool[Array, 'B T'], valid: Bool[Array, 'B T']
+) -> Bool[Array, 'B']:
+  """Rows that take part: those of a sequence mask, or the rows of which a token is kept."""
+  return kept if kept.ndim == 1 else (kept & valid).any(-1)
 
 
 def per_token(method: Method, scored: Scored, advantages: Float[Array, 'B']) -> Float[Array, 'B T']:
@@ -236,15 +348,18 @@ def objective(
   limit: Float[Array, ''],
   key: Key[Array, ''],
   axis_name: str | None = None,
-) -> tuple[Mean, Bool[Array, 'B'], Float[Array, 'B']]:
-  """(surrogate as local total and count, rows kept, advantages). Gradient to `scored.logp`.
+) -> tuple[Mean, Bool[Array, 'B'] | Bool[Array, 'B T'], Float[Array, 'B']]:
+  """(surrogate as local total and count, what `keep` keeps, advantages). Gradient to `scored.logp`.
 
   Rows are this device's; groups of `samples` rows are whole. The mean is not yet summed over
   `axis_name`.
   """
   kept = keep(method, scored, limit=limit, key=key, axis_name=axis_name)
   advantages = getattr(adv, method.advantage)(
-    scored.reward, kept, group_size=samples, pool=method.baseline_pool
+    scored.reward,
+    rows_kept(kept, scored.valid),
+    group_size=samples,
+    pool=method.baseline_pool,
   )
   mean = surrogates.aggregate(
     per_token(method, scored, advantages),
@@ -261,9 +376,9 @@ def penalty(
   method: Method,
   kl: Float[Array, 'B T'],
   valid: Bool[Array, 'B T'],
-  kept: Bool[Array, 'B'],
+  kept: Bool[Array, 'B'] | Bool[Array, 'B T'],
 ) -> Mean:
-  """KL(policy || reference) as local total and count, over all rows or the kept ones."""
+  """KL(policy || reference) as local total and count, over all tokens or the kept ones."""
   rows = kept if method.kl_scope == 'kept' else jnp.ones_like(kept)
   by = method.normalize_by if method.kl_scope == 'kept' else 'total'
   return surrogates.aggregate(

@@ -1,15 +1,23 @@
 """What a training step reports: scalars from the per-token statistics of a whole batch.
 
 Rows of all updates are pooled. Divergences are those of *all* rows, rejected ones included: what
-the mask hides must stay visible. Ratio and effective sample size speak of the kept rows. Values
-that are not finite are counted (`nonfinite_rows`), not averaged.
+the mask hides must stay visible. Ratio and effective sample size speak of the kept rows, or, under
+a prefix mask, of the kept tokens. Values that are not finite are counted (`nonfinite_rows`), not
+averaged.
+
+`acceptance` is the share of rows that are kept whole, `acceptance/tokens` of valid tokens that are
+kept, and `acceptance/position_q1` to `_q4` the same by quarters of each row, first to last.
+
+`kl/*` and `tv/*` are exact. From a record of the likeliest tokens they are `kl/upper/*` and
+`kl/lower/*` instead, with `acceptance/upper` and `acceptance/lower` judged on either; from sampled
+log-probs alone there are none.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from trm_jax import certificate, importance
+from trm_jax import certificate, importance, method
 from trm_jax.method import Scored
 from trm_jax.types import Rollout
 
@@ -33,8 +41,31 @@ def by_length_quartile(
   return {f'acceptance/length_q{i + 1}': _mean(keep, quartile == i) for i in range(4)}
 
 
+def by_position_quartile(
+  keep: Bool[Array, 'B T'], valid: Bool[Array, 'B T']
+) -> dict[str, Float[Array, '']]:
+  """Share of valid tokens kept in each quarter of their rows; NaN for an empty quarter."""
+  place, length = jnp.cumsum(valid, -1) - 1, valid.sum(-1, keepdims=True)
+  quarter = 4 * place // jnp.maximum(length, 1)
+  return {f'acceptance/position_q{i + 1}': _mean(keep, valid & (quarter == i)) for i in range(4)}
+
+
+def _measures(scored: Scored) -> dict[str, Float[Array, 'B T']]:
+  """KL and TV under names that say what they are: exact, bounds, or (sampled stores) nothing."""
+  d, bounds = scored.divergences, scored.bounds
+  if bounds is not None:
+    ends = ('upper', 'lower')
+    return {f'{n}/{end}': getattr(getattr(bounds, n), end) for n in ('kl', 'tv') for end in ends}
+  return {} if d.kl is None else {'kl': d.kl, 'tv': d.tv}
+
+
 def summarise(
-  scored: Scored, keep: Bool[Array, 'B'], missing: Bool[Array, 'B T'], *, samples: int, fresh: int
+  scored: Scored,
+  keep: Bool[Array, 'B'] | Bool[Array, 'B T'],
+  missing: Bool[Array, 'B T'],
+  *,
+  samples: int,
+  fresh: int,
 ) -> dict[str, Float[Array, '']]:
   """Scalars of one step from replicated arrays; float32, no gradient.
 
@@ -43,28 +74,34 @@ def summarise(
   """
   d, valid = scored.divergences, scored.valid
   lengths = valid.sum(-1)
-  finite = jnp.isfinite(d.kl) & jnp.isfinite(d.log_ratio)
+  apart = _measures(scored)
+  finite = jnp.isfinite(d.log_ratio)
+  for name, x in apart.items():
+    finite = finite & jnp.isfinite(x) if name.startswith('kl') else finite
   token = valid & finite
-  kept_token = token & keep[:, None]
+  kept = jnp.broadcast_to(keep if keep.ndim == 2 else keep[:, None], valid.shape)
+  kept_token, part = token & kept, method.rows_kept(keep, valid)
+  keep = keep if keep.ndim == 1 else keep.all(-1)
   broken = scored.engine > 0
   found = {
     'reward': scored.reward.mean(),
     'reward/kept': _mean(scored.reward, keep),
     'reward/rejected': _mean(scored.reward, ~keep),
     'acceptance': keep.mean(),
+    'acceptance/tokens': _mean(kept, valid),
     'acceptance/engine0': _mean(keep, ~broken),
     'acceptance/engine1': _mean(keep, broken),
     'length': lengths.mean(),
     'entropy': _mean(d.entropy, token),
     'ratio/max': jnp.exp(jnp.where(kept_token, d.log_ratio, -jnp.inf).max()),
-    'ess': importance.effective_sample_size(d.log_ratio, kept_token, keep),
-    'kl/engine0': _mean(d.kl, token & ~broken[:, None]),
-    'kl/engine1': _mean(d.kl, token & broken[:, None]),
+    'ess': importance.effective_sample_size(d.log_ratio, kept_token, part),
     'missing_tokens': (missing & valid).sum(),
     'nonfinite_rows': (valid & ~finite).any(-1).sum(),
   }
-  for name in ('kl', 'tv'):
-    x = getattr(d, name)
+  if scored.bounds is not None:
+    for name in ('upper', 'lower'):
+      found[f'acceptance/{name}'] = getattr(scored.bounds, name).mean()
+  for name, x in apart.items():
     median, p90 = _quantile(x, token, jnp.array([0.5, 0.9]))
     found |= {
       f'{name}/mean': _mean(x, token),
@@ -72,7 +109,12 @@ def summarise(
       f'{name}/p90': p90,
       f'{name}/max': jnp.where(token, x, 0).max(),
     }
-  found |= by_length_quartile(keep, lengths)
+    if name.startswith('kl'):
+      found |= {
+        f'{name}/engine0': _mean(x, token & ~broken[:, None]),
+        f'{name}/engine1': _mean(x, token & broken[:, None]),
+      }
+  found |= by_length_quartile(keep, lengths) | by_position_quartile(kept, valid)
   found |= certificate.monitor(
     jnp.where(missing, jnp.nan, d.log_ratio)[:fresh],
     valid[:fresh],
@@ -80,6 +122,14 @@ def summarise(
     samples=samples,
   )
   return jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype(jnp.float32), found)
+
+
+def ages(
+  version: Int[Array, 'B T'], valid: Bool[Array, 'B T'], step: Int[Array, '']
+) -> dict[str, Float[Array, '']]:
+  """RL steps between the weights that drew the tokens, as engines report them, and `step`."""
+  age = jnp.where(valid, step - version, 0).astype(jnp.float32)
+  return {'age/mean': _mean(age, valid), 'age/max': age.max()}
 
 
 def route_flips(

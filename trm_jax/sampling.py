@@ -3,67 +3,28 @@
     rollout = generate(params, config, prompts, start, key, samples=G, length=T, ...)
     hidden, aux = score(params, config, rollout)
 
-`generate` runs one engine: its parameters, its hooks. Every token draws from a key of its own (the
-prompt's number in the batch, the sample's number, the slot), so a row's tokens do not depend on how
-many prompts and samples are beside it, on what they hold or on the device layout, and router noise
-can be replayed exactly. Decode and the full forward pass agree to float32 noise; `replay`
-re-scores a rollout through the full pass, where the zero-mismatch twin must be bitwise.
+`generate` runs one engine: its parameters (or a `Relay` of them), its hooks. Every token draws from
+a key of its own (the prompt's number in the batch, the sample's number, the slot), so a row's
+tokens do not depend on how many prompts and samples are beside it, on what they hold or on the
+device layout, and router noise can be replayed exactly. Decode and the full forward pass agree to
+float32 noise; `replay` re-scores a rollout through the full pass, where the zero-mismatch twin must
+be bitwise.
 """
 
 import dataclasses
-from typing import Literal
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import divergences, linear_head, policy, sharding
-from trm_jax.sharding import DATA
+from trm_jax import divergences, linear_head, policy, relay, sharding, stores, streams
+from trm_jax.mismatch import decoding
+from trm_jax.sharding import DATA, MODEL
+from trm_jax.stores import Store
+from trm_jax.streams import row_keys, token_keys
 from trm_jax.types import InputError, Rollout
-
-Store = Literal['logits', 'hidden', 'logp']
-
-
-def _fold(keys, data):
-  """fold_in over arrays of keys and integers of one shape."""
-  fold = jax.random.fold_in
-  for _ in range(keys.ndim):
-    fold = jax.vmap(fold)
-  return fold(keys, data)
-
-
-def _counter(shape, axis):
-  return sharding.reshard(jax.lax.broadcasted_iota(jnp.int32, shape, axis), DATA)
-
-
-def row_keys(
-  key: Key[Array, ''], prompts: int, samples: int, first_sample: int = 0
-) -> tuple[Key[Array, 'p'], Key[Array, 'p G']]:
-  """One key for each prompt (its number in the batch), and one for each of its samples."""
-  per_prompt = _fold(jnp.broadcast_to(key, (prompts,)), jnp.arange(prompts))
-  per_prompt = sharding.reshard(per_prompt, DATA)
-  shape = (prompts, samples)
-  wide = jnp.broadcast_to(per_prompt[:, None], shape)
-  return _fold(per_prompt, _counter((prompts,), 0) * 0), _fold(
-    wide, 1 + first_sample + _counter(shape, 1)
-  )
-
-
-def _noise_keys(keys, first_slot, count):
-  """Noise keys [B, count] of slots first_slot.. of each row."""
-  shape = (*keys.shape, count)
-  return _fold(jnp.broadcast_to(keys[:, None], shape), first_slot + _counter(shape, 1))
-
-
-def token_keys(
-  keys: Key[Array, 'B'], length: int, *, stream: int, first: int | Int[Array, ''] = 0
-) -> Key[Array, 'B T']:
-  """A key for each of `length` response slots from `first` on, from the rows' own keys.
-
-  Streams in use: 0 the forward pass, 1 the draws, 2 the scores, 3 what is reported.
-  """
-  return _noise_keys(_fold(keys, stream + _counter(keys.shape, 0) * 0), first, length)
 
 
 def repeat(x, samples: int, axis: int = 0):
@@ -100,7 +61,7 @@ def _engine_scores(scores, keys, first, hooks):
 
 
 def generate(
-  params: policy.Params,
+  params: relay.Weights,
   config: policy.PolicyConfig,
   prompts: Int[Array, 'p P'],
   start: Int[Array, 'p'],
@@ -114,17 +75,22 @@ def generate(
   temperature: float = 1.0,
   greedy: bool = False,
   store: Store = 'logits',
+  top: int = 64,
+  gates: bool = False,
   hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
   attention: attn.Attention = attn.plain,
 ) -> Rollout:
   """`samples` responses of up to `length` tokens to each prompt; rows of one prompt adjoin.
 
   Stops as soon as every row has produced EOS. EOS is an action: it is valid and has a log-prob. A
-  row cut off at `length` has none. `store` chooses what is kept of the distribution: full logits
-  [B,T,V], hidden states [B,T,D], or only the sampled log-probs. `first_sample` offsets the random
-  streams, so that several engines can share a prompt. Slots after EOS hold PAD, 0 and False.
+  row cut off at `length` has none. `store` chooses what is kept of the distribution, see
+  `trm_jax.stores`: full logits [B,T,V], hidden states [B,T,D], the `top` likeliest tokens (all of a
+  smaller vocabulary), or only the sampled log-probs; `gates` adds the experts' weights.
+  `first_sample` offsets the random streams, so that several engines can share a prompt. Slots after
+  EOS hold PAD, 0 and False.
   Rewards are 0 and versions 0 until somebody sets them. Raises InputError for temperature <= 0,
-  samples < 1, length < 1, or hidden states asked of an engine whose scores are not theirs.
+  samples < 1, length < 1, hidden states asked of an engine whose scores are not one head times
+  theirs, or gates of a dense policy.
   """
   if not greedy and not temperature > 0:
     raise InputError(
@@ -137,6 +103,13 @@ def generate(
     raise InputError(
       "store='hidden' cannot hold what this engine does to its logits; use store='logits'."
     )
+  if store == 'hidden' and isinstance(params, relay.Relay):
+    raise InputError(
+      "store='hidden' cannot hold the heads of weights that change during a response; use"
+      " store='logits' or 'topk'."
+    )
+  if gates and not config.experts:
+    raise InputError('gates=True needs experts, but policy.experts=0 is a dense model.')
   prompts, start = sharding.reshard((prompts, start), DATA)
   count, width = prompts.shape
   rows, total = count * samples, width + length
@@ -145,21 +118,21 @@ def generate(
   noisy = hooks.keyed
   shared = {'attention': attention, 'hooks': hooks}
 
-  cache = policy.init_cache(config, count, total)
+  cache, weights = policy.init_cache(config, count, total), relay.at(params, 0)
   hidden, cache, aux = policy.apply(
-    params,
+    weights,
     config,
     _clean_prompts(prompts, start),
     start=start,
     cache=cache,
-    noise_keys=_noise_keys(prompt_keys, 0, width) if noisy else None,
+    noise_keys=streams.noise_keys(prompt_keys, 0, width) if noisy else None,
     **shared,
   )
   cache = jax.tree.map(lambda x: repeat(x, samples, axis=1), cache)
   row_start = repeat(start, samples)
   blank = row_start[:, None] * jnp.zeros((1, length), jnp.int32)  # laid out like the rows
   real = blank.astype(jnp.float32)
-  depth = {'logits': params['embed'].shape[0], 'hidden': config.width, 'logp': 0}[store]
+  vocab = weights['embed'].shape[0]
   state = {
     'step': jnp.int32(0),
     'done': row_start < 0,
@@ -168,23 +141,27 @@ def generate(
     'tokens': blank + pad,
     'valid': blank > 0,
     'logp': real,
-    'stored': real[:, :, None] * jnp.zeros((1, 1, depth)),
-    'routes': None,
+    'stored': stores.blank(store, blank, vocab=vocab, width=config.width, top=top),
+    'routed': {},
   }
   if aux.routes is not None:
     n, k = aux.routes.shape[2:]
     room = blank[:, : length - 1, None, None] * jnp.zeros((1, 1, n, k), jnp.int32)
-    state['routes'] = jnp.concatenate([repeat(aux.routes, samples), room], 1)
+    kept = {'routes': aux.routes} | ({'gates': aux.gates} if gates else {})
+    wide = lambda x: jnp.concatenate([repeat(x, samples), room.astype(x.dtype)], 1)
+    state['routed'] = {name: wide(x) for name, x in kept.items()}
 
-  def emit(s):
+  of_rows = sharding.over_rows(functools.partial(divergences.logp, temperature=temperature))
+
+  def emit(s, weights):
     """Samples the token of slot `step` from the current hidden state."""
     t, done = s['step'], s['done']
-    scores = sharding.reshard(policy.logits(params, s['hidden'][:, None])[:, 0], DATA, None)
-    draw_keys = _fold(_fold(keys, 0 * row_start + 1), 0 * row_start + t)
+    scores = sharding.reshard(policy.logits(weights, s['hidden'][:, None])[:, 0], DATA, None)
+    draw_keys = streams.fold(streams.fold(keys, 0 * row_start + 1), 0 * row_start + t)
     scores, reported = (x[:, 0] for x in _engine_scores(scores[:, None], keys, t, hooks))
     token = jnp.where(done, pad, _draw(draw_keys, scores, temperature, greedy))
-    logp = divergences.logp(reported, token, temperature=temperature)
-    kept = {'logits': scores, 'hidden': s['hidden'], 'logp': scores[:, :0]}[store]
+    logp = of_rows(reported, token)
+    kept = stores.record(store, scores, s['hidden'], temperature=temperature, top=top)
     put = lambda store, new: jax.lax.dynamic_update_slice_in_dim(store, new[:, None], t, 1)
     return s | {
       'step': t + 1,
@@ -192,52 +169,64 @@ def generate(
       'tokens': put(s['tokens'], token),
       'valid': put(s['valid'], ~done),
       'logp': put(s['logp'], jnp.where(done, 0, logp)),
-      'stored': put(s['stored'], jnp.where(done[:, None], 0, kept).astype(jnp.float32)),
+      'stored': jax.tree.map(
+        lambda room, new: put(room, _blank(done, new).astype(room.dtype)), s['stored'], kept
+      ),
     }
 
   def advance(s):
     """Feeds the last token, then samples the next."""
     t = s['step']
-    slot = width + t - 1
+    slot, weights = width + t - 1, relay.at(params, t)
     token = jax.lax.dynamic_slice_in_dim(s['tokens'], t - 1, 1, 1)
     if hooks.bind is not None:  # experts' load counts finished rows: the same ones as in `score`
       token = jnp.where(jax.lax.dynamic_slice_in_dim(s['valid'], t - 1, 1, 1), token, 0)
     hidden, cache, aux = policy.apply(
-      params,
+      weights,
       config,
       token,
       start=row_start,
       slot=slot,
       cache=s['cache'],
-      noise_keys=_noise_keys(_fold(keys, 0 * row_start), slot, 1) if noisy else None,
+      noise_keys=streams.noise_keys(streams.fold(keys, 0 * row_start), slot, 1) if noisy else None,
       **shared,
     )
-    s = s | {'hidden': hidden[:, 0], 'cache': cache}
-    if aux.routes is not None:
-      s['routes'] = jax.lax.dynamic_update_slice_in_dim(s['routes'], aux.routes, slot, 1)
-    return emit(s)
+    put = lambda name, room: jax.lax.dynamic_update_slice_in_dim(room, getattr(aux, name), slot, 1)
+    routed = {name: put(name, room) for name, room in s['routed'].items()}
+    return emit(s | {'hidden': hidden[:, 0], 'cache': cache, 'routed': routed}, weights)
 
-  state = emit(state)
+  state = emit(state, weights)
   state = jax.lax.while_loop(lambda s: (s['step'] < length) & ~s['done'].all(), advance, state)
   return Rollout(
     prompts=repeat(prompts, samples),
     start=row_start,
     tokens=state['tokens'],
     valid=state['valid'],
-    logits=state['stored'] if store == 'logits' else None,
-    hidden=state['stored'] if store == 'hidden' else None,
     logp=state['logp'],
-    routes=state['routes'],
-    version=0 * row_start,
+    routes=state['routed'].get('routes'),
+    gates=state['routed'].get('gates'),
+    version=blank,
     engine=0 * row_start,
     reward=0.0 * row_start,
+    **stores.fields(store, state['stored']),
   )
+
+
+def _blank(where, x):
+  """x with 0 in the rows (or slots) of `where`."""
+  return jnp.where(jnp.expand_dims(where, tuple(range(where.ndim, x.ndim))), 0, x)
 
 
 def _clean_prompts(prompts, start):
   """Slots before the prompt hold token 0, whatever they held: content of padding never matters."""
   slots = jnp.arange(prompts.shape[1])
   return jnp.where(slots[None] >= start[:, None], prompts, 0)
+
+
+def _fed(rollout):
+  """Tokens that a pass over the rollout reads, [B,L-1], 0 wherever there is none."""
+  tokens = jnp.where(rollout.valid, rollout.tokens, 0)
+  return jnp.concatenate([_clean_prompts(rollout.prompts, rollout.start), tokens[:, :-1]], 1)
 
 
 def score(
@@ -255,12 +244,10 @@ def score(
   replaced before the pass. Gradients flow into `params`.
   """
   width = rollout.prompts.shape[1]
-  tokens = jnp.where(rollout.valid, rollout.tokens, 0)
-  tokens = jnp.concatenate([_clean_prompts(rollout.prompts, rollout.start), tokens[:, :-1]], 1)
   hidden, _, aux = policy.apply(
     params,
     config,
-    tokens,
+    _fed(rollout),
     start=rollout.start,
     noise_keys=noise_keys,
     attention=attention,
@@ -270,7 +257,7 @@ def score(
 
 
 def rescore(
-  params: policy.Params,
+  params: relay.Weights,
   config: policy.PolicyConfig,
   rollout: Rollout,
   key: Key[Array, ''],
@@ -282,7 +269,8 @@ def rescore(
 ) -> tuple[Float[Array, 'B T D'], policy.Aux]:
   """`score` as the engine that produced the rollout: its hooks and, from its `key`, its noise.
 
-  `aux.gates` are the weights the engine gave to its experts, which a rollout does not hold.
+  A relay passes over the runs of slots of its versions in turn, each reading the cache of those
+  before. `aux.gates` are the weights the engine gave to its experts.
   """
   noise_keys = None
   width, length = rollout.prompts.shape[1], rollout.tokens.shape[1]
@@ -291,16 +279,21 @@ def rescore(
     keys = keys.reshape(-1)
     noise_keys = jnp.concatenate(
       [
-        repeat(_noise_keys(prompt_keys, 0, width), samples),
+        repeat(streams.noise_keys(prompt_keys, 0, width), samples),
         token_keys(keys, length - 1, stream=0, first=width),
       ],
       1,
     )
-  return score(params, config, rollout, noise_keys=noise_keys, hooks=hooks, attention=attention)
+  shared = dict(noise_keys=noise_keys, hooks=hooks, attention=attention)
+  if isinstance(params, relay.Relay):
+    tokens, start = _fed(rollout), rollout.start
+    hidden, aux = relay.apply(params, config, tokens, width=width, start=start, **shared)
+    return hidden[:, width - 1 :], aux
+  return score(params, config, rollout, **shared)
 
 
 def replay(
-  params: policy.Params,
+  params: relay.Weights,
   config: policy.PolicyConfig,
   rollout: Rollout,
   key: Key[Array, ''],
@@ -313,25 +306,48 @@ def replay(
 ) -> Rollout:
   """The rollout re-scored teacher-forced through the full pass of the engine that produced it.
 
-  Same tokens; logits (or hidden states) and log-probs are those of `score` with the engine's own
+  Same tokens; what was stored and the log-probs are those of `score` with the engine's own
   parameters, hooks and noise (`key` and `first_sample` as given to `generate`). Slots after EOS
-  hold 0, as in `generate`.
+  hold 0, as in `generate`. Without stored logits the scores are made one slot at a time.
   """
   shared = {'samples': samples, 'first_sample': first_sample}
   hidden, aux = rescore(params, config, rollout, key, hooks=hooks, attention=attention, **shared)
-  keys = None
-  if hooks.logits is not None:
-    keys = row_keys(key, rollout.start.shape[0] // samples, **shared)[1].reshape(-1)
-  logits, reported = _engine_scores(policy.logits(params, hidden), keys, 0, hooks)
-  logp = token_logp(reported, rollout.tokens, rollout.valid, temperature=temperature)
-  blank = lambda x: jnp.where(rollout.valid[..., None], x, 0)
-  return dataclasses.replace(
-    rollout,
-    logits=None if rollout.logits is None else blank(logits),
-    hidden=None if rollout.hidden is None else blank(hidden),
-    logp=logp,
-    routes=aux.routes,
-  )
+  noisy = hooks.logits is not None
+  keys = row_keys(key, len(rollout.start) // samples, **shared)[1].reshape(-1) if noisy else None
+  if rollout.logits is not None:
+    logits, reported = _engine_scores(relay.logits(params, hidden), keys, 0, hooks)
+    logp = token_logp(reported, rollout.tokens, rollout.valid, temperature=temperature)
+    kept = {'logits': _blank(~rollout.valid, logits)}
+  else:
+    logp, top = _by_slot(params, hidden, rollout, keys, hooks, temperature)
+    kept = {
+      'hidden': None if rollout.hidden is None else _blank(~rollout.valid, hidden),
+      'top': jax.tree.map(lambda x: _blank(~rollout.valid, x), top),
+    }
+  gates = None if rollout.gates is None else aux.gates
+  return dataclasses.replace(rollout, logp=logp, routes=aux.routes, gates=gates, **kept)
+
+
+def _by_slot(params, hidden, rollout, keys, hooks, temperature):
+  """(log-probs, likeliest tokens if the rollout has them) from the scores of a slot at a time."""
+  store, top = ('logp', 0) if rollout.top is None else ('topk', rollout.top.ids.shape[-1])
+
+  of_rows = sharding.over_rows(functools.partial(divergences.logp, temperature=temperature))
+
+  def slot(xs):
+    t, hidden, tokens, valid = xs
+    scores = policy.logits(relay.at(params, t), hidden[:, None])
+    scores, reported = (
+      sharding.reshard(x[:, 0], DATA, None) for x in _engine_scores(scores, keys, t, hooks)
+    )
+    logp = of_rows(reported, tokens)
+    kept = stores.record(store, scores, hidden, temperature=temperature, top=top)
+    return jnp.where(valid, logp, 0), kept
+
+  turned = lambda x: jnp.moveaxis(x, 1, 0)
+  slots = jnp.arange(rollout.tokens.shape[1])
+  found = jax.lax.map(slot, (slots, *map(turned, (hidden, rollout.tokens, rollout.valid))))
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
 
 def token_logp(
@@ -356,12 +372,14 @@ def policy_logp(
   rollout: Rollout,
   *,
   temperature: float = 1.0,
+  support: bool = False,
   attention: attn.Attention = attn.plain,
   hooks: policy.Hooks = policy.Hooks(),  # noqa: B008 - frozen
 ) -> Float[Array, 'B T']:
   """Log-probs of the rollout's tokens under `params` in nats, 0 on invalid slots.
 
-  One full forward pass; scores over the vocabulary never exist all at once. Gradients flow into
+  One full forward pass; scores over the vocabulary never exist all at once, but for `support`:
+  then the policy is conditioned on the tokens that the rollout's logits allow. Gradients flow into
   `params`.
   """
 
@@ -370,5 +388,9 @@ def policy_logp(
     return jnp.where(valid, logp, 0)
 
   hidden, _ = score(params, config, rollout, attention=attention, hooks=hooks)
+  if support:
+    allowed = sharding.reshard(rollout.logits, DATA, None, MODEL)
+    scores = decoding.replay_support(policy.logits(params, hidden), allowed)
+    return token_logp(scores, rollout.tokens, rollout.valid, temperature=temperature)
   by_head = sharding.over_head(block)
   return by_head(policy.head(params), hidden, rollout.tokens, rollout.valid)

@@ -17,8 +17,8 @@ A criterion is a function of (divergences, valid) with its limit bound by `funct
 | `mean_k3`        | mean_t k3                  | about constant     | nothing                 |
 
 deviation = |ratio - 1| of the sampled token. `trm_jax.calibration` sets limits that accept the same
-share at every length. `prefix_*` keep tokens [B, T] before the first context outside, for
-`surrogates.aggregate`.
+share at every length. `prefix_*` keep tokens [B, T] before the first context outside: `max_kl`,
+`max_tv` and `chi2_budget` have such a form, the others speak of whole rows or of sampled tokens.
 
 Every statistic is taken over the original `valid` tokens, so criteria commute under AND. A sequence
 without valid tokens is kept (it has nothing to reject); NaN or inf on a valid token rejects; what
@@ -29,11 +29,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import bounds
 from trm_jax import divergences as dv
 from trm_jax.types import Divergences, InputError
+
+# A length-matched control draws among at least so many rows on average.
+FEWEST = 8
 
 Criterion = Callable[[Divergences, Bool[Array, 'B T']], Bool[Array, 'B']]
 
@@ -207,6 +210,13 @@ def prefix_max_kl(
   return prefix(_within(jax.lax.stop_gradient(divergences.kl), limit), valid)
 
 
+def prefix_max_tv(
+  divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
+) -> Bool[Array, 'B T']:
+  """`max_tv` token by token: up to the first context whose TV exceeds the limit in [0, 1]."""
+  return prefix(_within(jax.lax.stop_gradient(divergences.tv), limit), valid)
+
+
 def prefix_chi2_budget(
   divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
 ) -> Bool[Array, 'B T']:
@@ -235,20 +245,64 @@ def combined(
 
 
 def permuted(
-  keep: Bool[Array, 'B'], key: Key[Array, ''], *, axis_name: str | None = None
-) -> Bool[Array, 'B']:
+  keep: Bool[Array, 'B'] | Int[Array, 'B'],
+  key: Key[Array, ''],
+  *,
+  lengths: Int[Array, 'B'] | None = None,
+  axis_name: str | None = None,
+) -> Bool[Array, 'B'] | Int[Array, 'B']:
   """The control: the same number of rows kept, chosen at random over the whole (global) batch.
 
-  `key` must be the same on every device of `axis_name`; the masks are then one permutation.
+  With `lengths`, the number kept of each length stays as well: `keep` is permuted among rows of
+  equal length, neighbouring lengths sharing a block where their rows are few. `key` must be the
+  same on every device of `axis_name`; the masks are then one permutation.
   """
-  if axis_name is None:
-    return jax.random.permutation(key, keep)
-  # all-reduce of B flags: a whole-batch permutation cannot be local, and an exact rate must be.
-  rank, size = jax.lax.axis_index(axis_name), keep.shape[0]
-  total = size * jax.lax.axis_size(axis_name)
-  everyone = jax.lax.dynamic_update_slice(jnp.zeros(total, jnp.int32), keep * 1, (rank * size,))
-  everyone = jax.random.permutation(key, jax.lax.psum(everyone, axis_name))
-  return jax.lax.dynamic_slice(everyone, (rank * size,), (size,)) > 0
+  rank, size = 0, keep.shape[0]
+  flags = keep * 1
+  if axis_name is not None:
+    # all-reduce of B flags: a whole-batch permutation cannot be local, and an exact rate must be.
+    rank, total = jax.lax.axis_index(axis_name), size * jax.lax.axis_size(axis_name)
+    everyone = lambda x: jax.lax.psum(
+      jax.lax.dynamic_update_slice(jnp.zeros(total, jnp.int32), x, (rank * size,)), axis_name
+    )
+    flags = everyone(flags)
+    lengths = None if lengths is None else everyone(lengths.astype(jnp.int32))
+  if lengths is None:
+    flags = jax.random.permutation(key, flags)
+  else:
+    flags = _permuted_by_length(flags, lengths, key)
+  flags = jax.lax.dynamic_slice(flags, (rank * size,), (size,))
+  return flags > 0 if keep.dtype == bool else flags
+
+
+def permuted_prefixes(
+  keep: Bool[Array, 'B T'],
+  key: Key[Array, ''],
+  *,
+  lengths: Int[Array, 'B'] | None = None,
+  axis_name: str | None = None,
+) -> Bool[Array, 'B T']:
+  """The control of prefix masks: the slots at which rows are cut, dealt out anew as by `permuted`.
+
+  Where all rows are of one length, or dealt among equal `lengths`, as many tokens stay at every
+  position; else a cut may lie beyond the end of its new row, which then stays whole.
+  """
+  cuts = permuted(keep.sum(-1), key, lengths=lengths, axis_name=axis_name)
+  return jnp.arange(keep.shape[-1])[None] < cuts[:, None]
+
+
+def _permuted_by_length(flags, lengths, key):
+  """Flags [B] permuted inside blocks of the rows sorted by length.
+
+  Equal lengths share a block; a block holds all lengths that begin in the same FEWEST sorted rows.
+  """
+  rows = jnp.arange(flags.shape[0])
+  lengths, flags, order = jax.lax.sort((lengths, flags, rows), num_keys=1)
+  changes = jnp.concatenate([jnp.ones(1, bool), lengths[1:] != lengths[:-1]])
+  block = jax.lax.cummax(jnp.where(changes, rows, 0)) // FEWEST
+  draw = jax.random.bits(key, flags.shape)
+  _, _, flags = jax.lax.sort((block, draw, flags), num_keys=2)
+  return jax.lax.sort((order, flags), num_keys=1)[1]
 
 
 def follow(

@@ -62,6 +62,34 @@ class Mean:
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class TopK:
+  """What an engine stores of a next-token distribution, after temperature.
+
+  Attributes:
+    ids: the K likeliest tokens, in any order, none twice.
+    logp: their log-probs in nats, float32; -inf where fewer than K have any mass (void id).
+    tail: mass of all other tokens, >= 0, float32. Add it up: 1 - sum loses the digits of a small
+      one. Exactly 0 where the stored tokens are the whole support.
+  """
+
+  ids: Int[Array, '*b K']
+  logp: Float[Array, '*b K']
+  tail: Float[Array, '*b']
+
+
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bracket:
+  """lower <= truth <= upper per token; NaN in both where the record is no distribution."""
+
+  lower: Float[Array, '*b']
+  upper: Float[Array, '*b']
+
+
+@typing.no_type_check  # trees of it may be stacked, abstract or specs
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Rollout:
   """What the rollout side hands to the trainer; one row per sequence.
 
@@ -77,9 +105,12 @@ class Rollout:
     logp: log-probability of `tokens` as the engine reports it, after temperature. NaN = missing.
     routes: expert ids at every input slot 0..L-2 and layer; `routes[:, P-1+t]` is the route of the
       forward pass that scored `tokens[:, t]`. None for a dense policy.
-    version: RL step of the weights the engine *says* it used. A stuck replica is wrong.
+    version: RL step of the weights that drew each token, as the engine *says*; padding slots hold
+      that of a token there. A stuck replica is wrong.
     engine: index of the engine in the fleet, 0 = the first.
     reward: verified reward of the row.
+    top: the likeliest tokens instead of logits, with the mass of the others; None if not stored.
+    gates: weights of the experts in `routes`; None if not stored.
   """
 
   prompts: Int[Array, 'B P']
@@ -90,9 +121,11 @@ class Rollout:
   hidden: Float[Array, 'B T D'] | None
   logp: Float[Array, 'B T']
   routes: Int[Array, 'B Lm1 N K'] | None
-  version: Int[Array, 'B']
+  version: Int[Array, 'B T']
   engine: Int[Array, 'B']
   reward: Float[Array, 'B']
+  top: TopK | None = None
+  gates: Float[Array, 'B Lm1 N K'] | None = None
 
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
@@ -102,15 +135,16 @@ class Divergences:
   """Per-token statistics of the pair (policy, rollout); every criterion reads from here.
 
   Attributes:
-    kl: KL(rollout || policy) in nats, >= 0, exact over the vocabulary.
-    tv: total variation in [0, 1], exact over the vocabulary.
+    kl: KL(rollout || policy) in nats, >= 0, exact over the vocabulary, or a bound where the rollout
+      stored its likeliest tokens alone; None where it stored sampled log-probs alone.
+    tv: total variation in [0, 1], likewise.
     log_ratio: logp_policy - logp_rollout of the sampled token; NaN = missing.
     entropy: entropy of the policy in nats.
     chi2: sum policy^2 / rollout - 1 in [0, inf], exact; None unless statistics were taken `full`.
   """
 
-  kl: Float[Array, 'B T']
-  tv: Float[Array, 'B T']
+  kl: Float[Array, 'B T'] | None
+  tv: Float[Array, 'B T'] | None
   log_ratio: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
   chi2: Float[Array, 'B T'] | None = None

@@ -9,7 +9,6 @@ loss run inside one `shard_map` block; differentiation is outside it.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -17,23 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import P
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import (
-  blocks,
-  divergences,
-  importance,
-  linear_head,
-  metrics,
-  policy,
-  sampling,
-  sharding,
-  trust_region,
-)
+from trm_jax import judgement, metrics, policy, sampling, sharding, trust_region
 from trm_jax import method as mt
-from trm_jax.sharding import DATA, MODEL
+from trm_jax.judgement import Batch
 from trm_jax.types import Mean, Rollout
 
 # Followed limits stay above this many nats: float32 noise of identical policies is about 1e-12.
@@ -77,23 +65,11 @@ class TrainState:
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Batch:
-  """A rollout with the trainer's own log-probs; None where they are the current policy's."""
-
-  rollout: Rollout
-  recomputed_logp: Float[Array, 'B T'] | None
-  version_logp: Float[Array, 'B T'] | None
-  reference_logits: Float[Array, 'B T V'] | None
-
-
-@typing.no_type_check  # trees of it may be stacked, abstract or specs
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Report:
   """What one optimizer step saw; rows as in the minibatch."""
 
   scored: mt.Scored
-  keep: Bool[Array, 'B']
+  keep: Bool[Array, 'B'] | Bool[Array, 'B T']
   missing: Bool[Array, 'B T']
   route_flips: Float[Array, ''] | None
   loss: Float[Array, '']
@@ -114,7 +90,11 @@ class Settings:
   hooks: Callable[[Rollout], policy.Hooks] = lambda rollout: policy.Hooks()
   epochs: int = 1
   minibatches: int = 1
+  # Rows of each engine in a group of `samples`, in order; one engine by default.
+  shares: tuple[int, ...] = ()
   microbatches: int = 1
+  # Condition the policy on the tokens that the engine could have drawn.
+  support: bool = False
 
 
 def split(tree, parts: int, group: int):
@@ -150,105 +130,6 @@ def _each(body, carry, xs, count: int):
   return carry, jax.tree.map(lambda x: x[None], out)
 
 
-def judge(
-  hidden: Float[Array, 'B T D'],
-  head: Float[Array, 'V D'],
-  batch: Batch,
-  limit: Float[Array, ''],
-  key: Key[Array, ''],
-  chosen: Int[Array, ''],
-  *,
-  settings: Settings,
-  vocab_axis: str | None = None,
-  data_axis: str | None = None,
-) -> tuple[tuple[Mean, Mean], mt.Scored, Bool[Array, 'B'], Bool[Array, 'B T']]:
-  """((surrogate, penalty) over all devices, scored rows, keep, missing) from hidden states.
-
-  Rows are this device's (of `data_axis`), V its part of the vocabulary (of `vocab_axis`). Gradients
-  flow from the two means into `hidden` and `head`, never through a mask or a divergence of the
-  criterion.
-  """
-  rollout = batch.rollout
-  statistics = linear_head.statistics(
-    hidden,
-    head,
-    rollout.tokens,
-    rollout_logits=rollout.logits,
-    temperature=settings.temperature,
-    full=any('chi2_budget' in method.limits for method in settings.methods),
-    axis_name=vocab_axis,
-  )
-  found, logp = statistics.divergences(rollout.logp), statistics.policy_logp
-  reference_kl = None
-  if batch.reference_logits is not None:
-    # KL(policy || reference): the exact penalty, so the policy stands where the rollout did.
-    hidden, head, scores = blocks.match_varying(hidden, head, batch.reference_logits)
-    reference_kl = divergences.kl(
-      scores,
-      linear_head.project(hidden, head),
-      temperature=settings.temperature,
-      axis_name=vocab_axis,
-    )
-  detached = jax.lax.stop_gradient(logp)
-  recomputed = detached if batch.recomputed_logp is None else batch.recomputed_logp
-  version = recomputed if batch.version_logp is None else batch.version_logp
-
-  def arm(method: mt.Method):
-    rollout_logp, usable = importance.resolve_missing(
-      rollout.logp, logp, rollout.valid, missing=method.missing
-    )
-    seen = found
-    if method.missing == 'neutral':
-      seen = dataclasses.replace(found, log_ratio=detached - rollout_logp)
-    scored = mt.Scored(
-      logp=logp,
-      rollout_logp=rollout_logp,
-      recomputed_logp=recomputed,
-      version_logp=version,
-      divergences=seen,
-      usable=usable,
-      valid=rollout.valid,
-      reward=rollout.reward,
-      engine=rollout.engine,
-    )
-    surrogate, kept, _ = mt.objective(
-      method, scored, samples=settings.samples, limit=limit, key=key, axis_name=data_axis
-    )
-    penalty = Mean(jnp.zeros_like(surrogate.total), surrogate.count)
-    if reference_kl is not None:
-      penalty = mt.penalty(method, reference_kl, rollout.valid, kept)
-    return (surrogate, penalty), jax.lax.stop_gradient(scored), kept
-
-  arms = [functools.partial(arm, m) for m in settings.methods]
-  terms, scored, kept = arms[0]() if len(arms) == 1 else jax.lax.switch(chosen, arms)
-  terms = tuple(mean.over(data_axis) for mean in terms)
-  return terms, scored, kept, jnp.isnan(rollout.logp)
-
-
-def _judge_over_mesh(settings: Settings):
-  if not sharding.active():
-    return functools.partial(judge, settings=settings)
-  body = functools.partial(judge, settings=settings, vocab_axis=MODEL, data_axis=DATA)
-  rows, scores = P(DATA), P(DATA, None, MODEL)
-
-  def over_mesh(hidden, head, batch, limit, key, chosen):
-    def with_scores(tree, of):
-      """`tree` with `of` applied to what has a vocabulary axis."""
-      rollout = dataclasses.replace(tree.rollout, logits=of(tree.rollout.logits))
-      reference = None if tree.reference_logits is None else of(tree.reference_logits)
-      return dataclasses.replace(tree, rollout=rollout, reference_logits=reference)
-
-    batch = with_scores(batch, lambda x: sharding.reshard(x, DATA, None, MODEL))
-    specs = with_scores(jax.tree.map(lambda _: rows, batch), lambda _: scores)
-    return sharding.over_mesh(
-      body,
-      in_specs=(rows, P(MODEL), specs, P(), P(), P()),
-      out_specs=((P(), P()), rows, rows, rows),
-    )(hidden, sharding.reshard(head, MODEL), batch, limit, key, chosen)
-
-  return over_mesh
-
-
 def gradients(
   params: policy.Params,
   batch: Batch,
@@ -265,15 +146,23 @@ def gradients(
   Each of the two terms keeps its own gradient until the counts of all micro-batches are known.
   """
   coefficient = settings.methods[0].kl_coefficient
-  over_mesh = _judge_over_mesh(settings)
+  over_mesh = judgement.over_mesh(
+    methods=settings.methods,
+    samples=settings.samples,
+    temperature=settings.temperature,
+    shares=settings.shares,
+    support=settings.support,
+  )
   chosen = jnp.asarray(chosen, jnp.int32)
 
   def terms(params, micro, micro_key):
+    micro = dataclasses.replace(micro, heads=batch.heads)
     hooks = settings.hooks(micro.rollout)
     hidden, aux = sampling.score(
       params, settings.policy, micro.rollout, attention=settings.attention, hooks=hooks
     )
-    means, *rows = over_mesh(hidden, policy.head(params), micro, limit, micro_key, chosen)
+    with jax.named_scope('statistics'):
+      means, *rows = over_mesh(hidden, policy.head(params), micro, limit, micro_key, chosen)
     return tuple(m.total for m in means), (means, *rows, aux.routes)
 
   def body(carry, xs):
@@ -293,7 +182,7 @@ def gradients(
   (grads, means), rows = _each(
     body,
     (zeros, (empty, empty)),
-    (split(batch, settings.microbatches, settings.samples), jnp.arange(settings.microbatches)),
+    (split(batch.rows, settings.microbatches, settings.samples), jnp.arange(settings.microbatches)),
     settings.microbatches,
   )
   surrogate, penalty = means
@@ -316,7 +205,8 @@ def gradients(
     grad_norm=norm,
     finite=finite,
     # A penalty on all rows may still pull back a policy that has left the region with every row.
-    accepted=(kept.sum() > 0) | ((coefficient > 0) & (penalty.total != 0)),
+    accepted=(mt.rows_kept(kept, scored.valid).sum() > 0)
+    | ((coefficient > 0) & (penalty.total != 0)),
   )
   return loss, gradient, report
 
@@ -342,7 +232,7 @@ def update(
   """
 
   def minibatch(state, xs):
-    mini, index = xs
+    mini, index = dataclasses.replace(xs[0], heads=batch.heads), xs[1]
     _, gradient, report = gradients(
       state.params,
       mini,
@@ -353,7 +243,7 @@ def update(
     )
     return apply_gradient(state, gradient, report, optimizer), report
 
-  minis = split(batch, settings.minibatches, settings.samples)
+  minis = split(batch.rows, settings.minibatches, settings.samples)
 
   def epoch(state, number):
     index = number * settings.minibatches + jnp.arange(settings.minibatches)
@@ -369,6 +259,8 @@ def _rows(x: Array) -> Array:  # of all updates as one batch, on every device
 
 def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Settings) -> TrainState:
   """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
+  if all(method.accept is None for method in settings.methods):
+    return state
   kl, valid = map(_rows, (reports.scored.divergences.kl, reports.scored.valid))
   # A floor above float32 noise: a healthy batch must not pull the limit to where nothing passes.
   largest = jnp.maximum(trust_region.max_over_tokens(kl, valid), LIMIT_FLOOR)
@@ -376,7 +268,10 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
   def one(method):
     if method.accept is None:
       return lambda: state.limit
-    return lambda: trust_region.follow(state.limit, largest, target=method.accept)
+    floored = jnp.maximum(largest, method.accept_floor)
+    return lambda: trust_region.follow(
+      state.limit, floored, target=method.accept, rate=method.accept_rate
+    )
 
   branches = [one(m) for m in settings.methods]
   limit = branches[0]() if len(branches) == 1 else jax.lax.switch(arm.method, branches)
@@ -388,7 +283,7 @@ def summarise(
 ) -> tuple[dict[str, Float[Array, '']], Bool[Array, 'R']]:
   """(scalars of the step, rows whose policy log-probs are not finite) from stacked reports."""
   scored, keep, missing = jax.tree.map(_rows, (reports.scored, reports.keep, reports.missing))
-  groups = dict(samples=settings.samples, fresh=keep.size // settings.epochs)
+  groups = dict(samples=settings.samples, fresh=keep.shape[0] // settings.epochs)
   scalars = metrics.summarise(scored, keep, missing, **groups)
   scalars |= {
     'loss': reports.loss.mean(),
