@@ -501,7 +501,7 @@ def test_replayed_routes_undo_the_mismatch_and_the_router_learns():
   blank, valid = jnp.zeros(8, jnp.int32), jnp.ones((8, 5), bool)
   zero = 0.0 * valid
   text = types.Rollout(
-    draw(3), blank, draw(5), valid, None, None, zero, None, blank, blank, zero[:, 0]
+    draw(3), blank, draw(5), valid, None, None, zero, None, 0 * valid, blank, zero[:, 0]
   )
   engine = routing.hooks(routing.Routing(jitter=0.3, flips=(0.3,)))
 
@@ -587,15 +587,15 @@ def test_history_holds_exactly_the_past_versions(k):
       staleness.Staleness(steps=k), current, first=None, history=history, strength=1.0
     )
     equal(old, version_of(max(step - k, 0)))
-    reported = staleness.reported_version(staleness.Staleness(steps=k), jnp.int32(step))
-    assert int(reported) == max(step - k, 0) and reported.dtype == jnp.int32
+    reported = staleness.reported_version(staleness.Staleness(steps=k), jnp.int32(step), 2)
+    np.testing.assert_array_equal(reported, [max(step - k, 0)] * 2)
+    assert reported.dtype == jnp.int32
     fresh = staleness.weights(
       staleness.Staleness(steps=k), current, first=None, history=history, strength=jnp.float32(0)
     )
     equal(fresh, current)
-    assert (
-      int(staleness.reported_version(staleness.Staleness(steps=k), jnp.int32(step), 0.0)) == step
-    )
+    off = staleness.reported_version(staleness.Staleness(steps=k), jnp.int32(step), 2, 0.0)
+    np.testing.assert_array_equal(off, [step] * 2)
     history = staleness.push(history, current)
   assert jax.tree.leaves(history)[0].shape == (3, 2)
 
@@ -609,7 +609,8 @@ def test_no_history_and_stuck():
   stuck = staleness.Staleness(stuck=True)
   equal(staleness.weights(stuck, current, first=first, history=None), first)
   equal(staleness.weights(stuck, current, first=first, history=None, strength=0.0), current)
-  assert int(staleness.reported_version(stuck, jnp.int32(5))) == 5  # and that is the lie
+  reported = staleness.reported_version(stuck, jnp.int32(5), 2)
+  np.testing.assert_array_equal(reported, [5, 5])  # and that is the lie
 
 
 def test_staleness_errors():
@@ -660,8 +661,8 @@ def test_an_engine_without_mismatch_is_the_bare_sampler():
       first_sample=0,
       temperature=1.0,
     )
-    version = staleness.reported_version(staleness.Staleness(), jnp.int32(VERSION), 1.0)
-    return dataclasses.replace(part, version=part.version + version, engine=part.engine + 0)
+    version = staleness.reported_version(staleness.Staleness(), jnp.int32(VERSION), LENGTH, 1.0)
+    return dataclasses.replace(part, version=part.version + version[None], engine=part.engine + 0)
 
   wrapped = lambda params, text, start: roll(fleet.Fleet(), params, None, None, text, start)
   assert str(trace(wrapped)) == str(trace(bare))

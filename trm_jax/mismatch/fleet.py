@@ -7,6 +7,7 @@ their samples side by side, healthy ones first.
 
 import collections.abc
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,16 +15,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import attention as attn
-from trm_jax import policy, sampling
+from trm_jax import policy, relay, sampling, stores
 from trm_jax.mismatch import decoding as dc
+from trm_jax.mismatch import engine as en
 from trm_jax.mismatch import heavy_tail as ht
 from trm_jax.mismatch import precision as pr
+from trm_jax.mismatch import presets
 from trm_jax.mismatch import reduction as rd
 from trm_jax.mismatch import reporting as rp
 from trm_jax.mismatch import routing as rt
 from trm_jax.mismatch import staleness as st
 from trm_jax.types import InputError, Rollout
 
+Engine = en.Engine
 Score = Literal['decode', 'replay']
 # One number for all sources (0 turns every mismatch off), or one for each source by its name; a
 # source that is not named has 1. May be traced.
@@ -34,24 +38,13 @@ _WEIGHTS, _SCRAMBLE = 2**31, 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Engine:
-  """Sources of mismatch of one engine; any subset. The default is none at all."""
-
-  precision: pr.Precision = pr.Precision()
-  reduction: rd.Reduction = rd.Reduction()
-  routing: rt.Routing = rt.Routing()
-  staleness: st.Staleness = st.Staleness()
-  decoding: dc.Decoding = dc.Decoding()
-  heavy_tail: ht.HeavyTail = ht.HeavyTail()
-  reporting: rp.Reporting = rp.Reporting()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
   """Who produces the G samples of a prompt."""
 
-  # The engine of the remaining samples (all of them by default).
+  # The engine of the remaining samples (all of them by default) ...
   engine: Engine = Engine()
+  # ... or one of those with published magnitudes: see trm_jax.mismatch.presets.
+  preset: presets.Name | None = None
   # The engine of `broken_samples`.
   broken: Engine = Engine()
   # How many of the samples of each prompt the broken engine produces.
@@ -60,11 +53,22 @@ class Fleet:
   def __post_init__(self):
     if self.broken_samples < 0:
       raise InputError(f'fleet.broken_samples={self.broken_samples} must be >= 0.')
+    if self.preset is not None:
+      presets.named(self.preset)
+    if self.preset is not None and self.engine != Engine():
+      raise InputError(
+        f'fleet.preset={self.preset!r} and fleet.engine both describe the first engine; set one.'
+      )
     if self.broken != Engine() and not self.broken_samples:
       raise InputError(
         'fleet.broken describes a mismatch but fleet.broken_samples is 0: say how many samples of'
         ' each prompt it produces.'
       )
+
+  @property
+  def first(self) -> Engine:
+    """The first engine: the preset where there is one."""
+    return self.engine if self.preset is None else presets.named(self.preset).engine
 
   def shares(self, samples: int) -> list[tuple[Engine, int]]:
     """(engine, samples per prompt), in row order. Raises InputError if the parts exceed G."""
@@ -72,24 +76,53 @@ class Fleet:
       raise InputError(
         f'fleet.broken_samples={self.broken_samples} exceeds samples={samples} per prompt.'
       )
-    parts = [(self.engine, samples - self.broken_samples), (self.broken, self.broken_samples)]
+    parts = [(self.first, samples - self.broken_samples), (self.broken, self.broken_samples)]
     return [(engine, count) for engine, count in parts if count]
 
-  def check(self, config: policy.PolicyConfig, samples: int) -> None:
-    """Raises InputError where engines of this policy and so many samples a prompt cannot be so."""
+  def check(
+    self, config: policy.PolicyConfig, samples: int, store: sampling.Store = 'logits'
+  ) -> None:
+    """Raises InputError where engines of this policy and so many samples a prompt cannot be so,
+    or where `store` cannot hold what they draw from."""
     for engine, count in self.shares(samples):
       engine.routing.check(config)
       engine.reporting.check(count)
+      if store != 'hidden':
+        continue
+      if engine.staleness.switch is not None:
+        raise InputError(
+          "store='hidden' cannot hold the heads of weights that change during a response"
+          " (staleness.switch); use store='logits' or 'topk'."
+        )
+      if engine.reduction.permute:
+        raise InputError(
+          "store='hidden' would hold permuted states (reduction.permute); use store='logits'."
+        )
+      shift = engine.heavy_tail
+      if (
+        (shift.scale or shift.spikes or shift.outliers)
+        or dc.hooks(engine.decoding).decode
+        or pr.hooks(engine.precision).logits
+      ):
+        raise InputError(
+          "store='hidden' cannot hold what an engine does to its scores (decoding, heavy_tail,"
+          " precision.logits or softmax); use store='logits' or 'topk'."
+        )
 
   @property
   def stuck(self) -> bool:
     """Whether some engine needs the weights of RL step 0."""
-    return self.engine.staleness.stuck or self.broken.staleness.stuck
+    return self.first.staleness.stuck or self.broken.staleness.stuck
 
   @property
   def history(self) -> int:
     """How many past parameter versions the fleet needs."""
-    return max(self.engine.staleness.steps, self.broken.staleness.steps)
+    return max(self.first.staleness.steps, self.broken.staleness.steps)
+
+  def ages(self, samples: int, length: int) -> tuple[int, ...]:
+    """Versions behind that draw tokens of a response of so many, each once."""
+    engines = [engine for engine, _ in self.shares(samples)]
+    return tuple(sorted({age for e in engines for age in e.staleness.ages(length)}))
 
 
 def _of(strength: Strength, source: str):
@@ -159,6 +192,30 @@ def engine_weights(
   return pr.round_weights(held, engine.precision, of('precision'), draw)
 
 
+def _all_weights(engine, current, config, key, length, **held) -> relay.Weights:
+  """What the engine computes a response of so many tokens with: its weights, or a relay of them."""
+  if engine.staleness.switch is None:
+    return engine_weights(engine, current, config, key, **held)
+  versions = [
+    engine_weights(
+      dataclasses.replace(engine, staleness=st.Staleness(steps=age)), current, config, key, **held
+    )
+    for age in engine.staleness.ages(length)
+  ]
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *versions)
+  return relay.Relay(stacked, engine.staleness.switch)
+
+
+def _replay(weights, config, rollout, key, stale, **shared):
+  """`sampling.replay`; a relay whose staleness is off is scored as fresh weights are, bit for bit,
+  in one pass."""
+  again = sampling.replay(weights, config, rollout, key, **shared)
+  if not isinstance(weights, relay.Relay):
+    return again
+  whole = sampling.replay(weights.at(0), config, rollout, key, **shared)
+  return jax.tree.map(lambda a, b: jnp.where(stale > 0, a, b), again, whole)
+
+
 def generate(
   fleet: Fleet,
   params: policy.Params,
@@ -178,6 +235,8 @@ def generate(
   temperature: float = 1.0,
   score: Score = 'decode',
   store: sampling.Store = 'logits',
+  top: int = 64,
+  gates: bool = False,
   attention: attn.Attention = attn.plain,
 ) -> Rollout:
   """Rollout of the whole fleet; rows of one prompt adjoin, the broken engine's last.
@@ -185,25 +244,24 @@ def generate(
   `first` are the weights of RL step 0 (needed by a stuck engine), `history` past versions (needed
   by a stale one), `version` the current RL step. `strength` 0 turns every mismatch off without
   recompiling, `{'routing': 0.}` that source alone; with no mismatch configured nothing of it is
-  traced. `engine` of a row is 1 for the broken engine, even where it produces all samples. Raises
-  InputError where the fleet needs weights, samples, experts or logits that are not there.
+  traced. `gates` stores the experts' weights as well. `engine` of a row is 1 for the broken engine,
+  even where it produces all samples. Raises InputError where the fleet needs weights, samples,
+  experts or logits that are not there.
   """
   healthy = samples - fleet.broken_samples
   shares = fleet.shares(samples)
-  fleet.check(config, samples)
-  for engine, _ in shares:
-    if engine.reduction.permute and store == 'hidden':
-      raise InputError(
-        "store='hidden' would hold permuted states (reduction.permute); use store='logits'."
-      )
+  fleet.check(config, samples, store)
   held = [
-    engine_weights(engine, params, config, key, first=first, history=history, strength=strength)
+    _all_weights(
+      engine, params, config, key, length, first=first, history=history, strength=strength
+    )
     for engine, _ in shares
   ]
   parts = []
   done = 0
   for (engine, count), weights in zip(shares, held, strict=True):
-    outlier = None
+    of = functools.partial(_of, strength)
+    outlier, attend = None, rd.attention(engine.reduction, attention, of('reduction'))
     if engine.heavy_tail.outliers:
       outlier = sampling.repeat(ht.outlier_prompts(engine.heavy_tail, prompts, start), count)
     shared = {
@@ -211,13 +269,24 @@ def generate(
       'first_sample': done,
       'temperature': temperature,
       'hooks': hooks(engine, strength, temperature=temperature, outlier=outlier),
-      'attention': rd.attention(engine.reduction, attention, _of(strength, 'reduction')),
+      'attention': pr.attention(engine.precision, attend, of('precision')),
     }
     part = sampling.generate(
-      weights, config, prompts, start, key, length=length, eos=eos, pad=pad, store=store, **shared
+      weights,
+      config,
+      prompts,
+      start,
+      key,
+      length=length,
+      eos=eos,
+      pad=pad,
+      store=store,
+      top=top,
+      gates=gates,
+      **shared,
     )
     if score == 'replay':
-      part = sampling.replay(weights, config, part, key, **shared)
+      part = _replay(weights, config, part, key, of('staleness'), **shared)
     if engine.reporting != rp.Reporting():
       prompt_keys, keys = sampling.row_keys(key, prompts.shape[0], count, done)
       logp = rp.report(
@@ -226,25 +295,36 @@ def generate(
         part.valid,
         token_keys=sampling.token_keys(keys.reshape(-1), length, stream=3),
         prompt_keys=jax.vmap(lambda k: jax.random.fold_in(k, _SCRAMBLE))(prompt_keys),
-        strength=_of(strength, 'reporting'),
+        strength=of('reporting'),
       )
       part = dataclasses.replace(part, logp=logp)
-    reported = st.reported_version(engine.staleness, version, _of(strength, 'staleness'))
+    reported = st.reported_version(engine.staleness, version, length, of('staleness'))
     parts.append(
       dataclasses.replace(
-        part, version=part.version + reported, engine=part.engine + (done >= healthy)
+        part, version=part.version + reported[None], engine=part.engine + (done >= healthy)
       )
     )
     done += count
-  return side_by_side(parts, prompts.shape[0])
+  return stores.side_by_side(parts, prompts.shape[0])
 
 
-def side_by_side(parts: list[Rollout], prompts: int) -> Rollout:
-  """Joins rollouts of the same prompts so that all samples of a prompt adjoin."""
+def heads(
+  fleet: Fleet,
+  params: policy.Params,
+  config: policy.PolicyConfig,
+  key: Key[Array, ''],
+  *,
+  samples: int,
+  first: policy.Params | None = None,
+  history: policy.Params | None = None,
+  strength: Strength = 1.0,
+) -> tuple[Float[Array, 'V D'], ...]:
+  """The output head of each engine, in the order of `shares`; arguments as given to `generate`.
 
-  def join(*leaves):
-    grouped = [x.reshape(prompts, -1, *x.shape[1:]) for x in leaves]
-    joined = jnp.concatenate(grouped, 1)
-    return joined.reshape(-1, *joined.shape[2:])
-
-  return parts[0] if len(parts) == 1 else jax.tree.map(join, *parts)
+  Beside them hidden states (store='hidden') say all that the engines' scores did.
+  """
+  held = dict(first=first, history=history, strength=strength)
+  return tuple(
+    policy.head(engine_weights(engine, params, config, key, **held))
+    for engine, _ in fleet.shares(samples)
+  )

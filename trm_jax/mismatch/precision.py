@@ -1,4 +1,4 @@
-"""Precision: the engine holds weights, activations, the KV cache or its scores in fewer bits.
+"""Precision: the engine holds weights, activations, cache, attention or scores in fewer bits.
 
 | format                  | what it is                                                      |
 | ----------------------- | --------------------------------------------------------------- |
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from trm_jax import attention as attn
 from trm_jax import policy
 from trm_jax.types import InputError
 
@@ -83,6 +84,9 @@ class Precision:
   activations: str | None = None
   # Format of keys and values as they enter the cache; int8 has one scale a head.
   kv: str | None = None
+  # Format of the exponentials inside attention's softmax, before they are summed; small ones may
+  # vanish. int8 has one scale a query.
+  attention: str | None = None
   # Format of the scores over the vocabulary, e.g. bfloat16: an output head that is not float32.
   logits: str | None = None
   # Format of the probabilities a token is drawn from; small ones may vanish.
@@ -91,13 +95,18 @@ class Precision:
   rounding: Rounding = 'nearest'
 
   def __post_init__(self):
-    names = ('weights', 'activations', 'kv', 'logits', 'softmax')
+    names = ('weights', 'activations', 'kv', 'attention', 'logits', 'softmax')
     for name in names:
       check_format(f'precision.{name}', getattr(self, name), channels=name == 'weights')
     if self.rounding not in ('nearest', 'stochastic'):
       raise InputError(f'precision.rounding={self.rounding!r} is not nearest or stochastic.')
     if self.rounding == 'stochastic' and not any(getattr(self, name) for name in names):
       raise InputError("precision.rounding='stochastic' rounds nothing: set a format as well.")
+    if self.rounding == 'stochastic' and self.attention is not None:
+      raise InputError(
+        f'precision.attention={self.attention!r} rounds to nearest only; leave precision.rounding'
+        ' as it is or precision.attention out.'
+      )
 
 
 def _nearest(x, name):
@@ -241,3 +250,20 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
     bind=bind if inside and stochastic else None,
     logits=None if precision.logits is None and precision.softmax is None else scores,
   )
+
+
+def attention(precision: Precision, own: attn.Attention, strength=1.0) -> attn.Attention:
+  """The engine's attention: `own`, its exponentials rounded where strength > 0 (may be traced).
+
+  Weights are e / sum(e) of e = round(exp(score - largest)); the largest is 1 in every format, so
+  they always add up to 1.
+  """
+  if precision.attention is None:
+    return own
+  rounding = functools.partial(round_to, dtype=precision.attention)
+
+  def either(*args, **kwargs):
+    rounded = own(*args, exponentials=rounding, **kwargs)
+    return jnp.where(strength > 0, rounded, own(*args, **kwargs))
+
+  return either

@@ -1,15 +1,18 @@
 """Staleness: the engine samples from weights of an earlier RL step.
 
-Two ways to be old. `steps` = the weights of k RL steps (weight syncs) ago, which the engine
-*reports*. `stuck` = a replica that missed every weight sync: it stays at step 0 and reports the
-current one.
+Three ways to be old. `steps` = the weights of k RL steps (weight syncs) ago, which the engine
+*reports*. `switch` = weights are synced during a response (partial rollouts, in-flight updates):
+its first tokens are k versions old, the last ones may be fresh, each reported. `stuck` = a replica
+that missed every weight sync: it stays at step 0 and reports the current one.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from trm_jax import policy
 from trm_jax.types import InputError
@@ -21,6 +24,10 @@ class Staleness:
 
   # RL steps (weight syncs) behind the trainer; 0 = fresh.
   steps: int = 0
+  # Weights are synced every so many tokens of a response: it starts with those of `steps` ago and
+  # moves on by one version each time, up to fresh ones. Keys and values of earlier tokens stay as
+  # the older weights made them. None = one version a response.
+  switch: int | None = None
   # A stuck replica: weights of RL step 0 for the whole run, reported as current.
   stuck: bool = False
 
@@ -32,6 +39,22 @@ class Staleness:
         f'staleness.steps={self.steps} contradicts staleness.stuck: a stuck replica stays at step'
         ' 0; set one of them.'
       )
+    if self.switch is not None and self.switch < 1:
+      raise InputError(
+        f'staleness.switch={self.switch} must be at least 1 token; leave it out for one version a'
+        ' response.'
+      )
+    if self.switch is not None and not self.steps:
+      raise InputError(
+        f'staleness.switch={self.switch} needs staleness.steps >= 1: from fresh weights there is no'
+        ' version to move on to.'
+      )
+
+  def ages(self, length: int) -> tuple[int, ...]:
+    """Versions behind in the order in which they draw a response of so many tokens."""
+    if self.switch is None:
+      return (self.steps,)
+    return tuple(range(self.steps, max(self.steps - -(-length // self.switch), -1), -1))
 
 
 def start_history(params: policy.Params, steps: int) -> policy.Params | None:
@@ -78,7 +101,33 @@ def weights(
   return jax.tree.map(lambda o, c: jnp.where(strength > 0, o, c), old, current)
 
 
-def reported_version(staleness: Staleness, version: Int[Array, ''], strength=1.0) -> Int[Array, '']:
-  """The RL step the engine says its weights have; a stuck replica says the current one."""
-  behind = jnp.where(strength > 0, staleness.steps, 0)
+def reported_version(
+  staleness: Staleness, version: Int[Array, ''], length: int, strength=1.0
+) -> Int[Array, 'T']:
+  """RL step of the weights that the engine says drew each token; a stuck replica: the current."""
+  ages = np.asarray(staleness.ages(length), np.int32)
+  turn = np.arange(length) // (staleness.switch or length)
+  behind = jnp.where(strength > 0, ages[np.minimum(turn, len(ages) - 1)], 0)
   return jnp.maximum(version - behind, 0).astype(jnp.int32)
+
+
+def of_version(
+  fn: Callable[[policy.Params], Float[Array, 'B T']],
+  reported: Int[Array, 'B T'],
+  current: Float[Array, 'B T'],
+  *,
+  version: Int[Array, ''],
+  history: policy.Params,
+  ages: tuple[int, ...],
+) -> Float[Array, 'B T']:
+  """`fn` of the weights that drew each token, by its `reported` version; one call for each age.
+
+  `current` is `fn` of the weights of now, `version`. `history` as in `weights`.
+  """
+  found = current
+  for age in ages:
+    if age:
+      old = fn(jax.tree.map(lambda h, a=age: h[a - 1], history))
+      aged = (reported == jnp.maximum(version - age, 0)) & (reported != version)
+      found = jnp.where(aged, old, found)
+  return found
