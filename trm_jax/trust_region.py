@@ -258,7 +258,7 @@ def permuted(
   same on every device of `axis_name`; the masks are then one permutation.
   """
   rank, size = 0, keep.shape[0]
-  flags = keep * 1
+  flags = keep.astype(jnp.int32)
   if axis_name is not None:
     # all-reduce of B flags: a whole-batch permutation cannot be local, and an exact rate must be.
     rank, total = jax.lax.axis_index(axis_name), size * jax.lax.axis_size(axis_name)
