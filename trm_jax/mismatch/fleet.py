@@ -171,6 +171,12 @@ def hooks(
   )
 
 
+def served_attention(engine: Engine, own: attn.Attention, strength: Strength) -> attn.Attention:
+  """The engine's attention: `own`, in its order of sums and its precision."""
+  ordered = rd.attention(engine.reduction, own, _of(strength, 'reduction'))
+  return pr.attention(engine.precision, ordered, _of(strength, 'precision'))
+
+
 def engine_weights(
   engine: Engine,
   current: policy.Params,
@@ -261,7 +267,7 @@ def generate(
   done = 0
   for (engine, count), weights in zip(shares, held, strict=True):
     of = functools.partial(_of, strength)
-    outlier, attend = None, rd.attention(engine.reduction, attention, of('reduction'))
+    outlier = None
     if engine.heavy_tail.outliers:
       outlier = sampling.repeat(ht.outlier_prompts(engine.heavy_tail, prompts, start), count)
     shared = {
@@ -269,7 +275,7 @@ def generate(
       'first_sample': done,
       'temperature': temperature,
       'hooks': hooks(engine, strength, temperature=temperature, outlier=outlier),
-      'attention': pr.attention(engine.precision, attend, of('precision')),
+      'attention': served_attention(engine, attention, strength),
     }
     part = sampling.generate(
       weights,

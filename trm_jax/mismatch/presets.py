@@ -18,7 +18,8 @@ trainer does not know), `raw_logprob_bug` (the same, and log-probs of before the
 
 A fitted preset acts on the log-odds of the likeliest token and so carries over to any policy whose
 confidence is mixed as in [2]; `experiments.calibrate_presets` fits it and prints the error. It
-stands for the outcome, not for the cause: for causes set the sources themselves.
+stands for the outcome, not for the cause: for causes set the sources themselves. Unsure tokens
+(p < .5) spread .4 times as much as published, since only the likeliest token is shifted.
 
 [1] vime#64, flat over training. [2] arXiv 2609.32444. [3] arXiv 2510.11370. [4] arXiv 2510.26788: a
 sequence KL of 7.64 against .32, read as a ratio. [5] miles#2722. [6] QuRL; it grows to .025 in 1000
