@@ -15,7 +15,8 @@ import optax
 
 from trm_jax import attention as attn
 from trm_jax import enumeration, oracle, policy, sampling, trust_region
-from trm_jax.mismatch import fleet, heavy_tail, reduction
+from trm_jax.mismatch import fleet, heavy_tail
+from trm_jax.types import InputError
 
 VOCAB, HORIZON, PROMPTS = 5, 4, 4
 # Exact ascent of J up to this level; the policy then takes as many steps as its engine is behind.
@@ -68,6 +69,11 @@ def table(
   hooks, attention = policy.Hooks(), attn.plain
   if engine is not None:
     history = None
+    if engine.staleness.switch is not None:
+      raise InputError(
+        f'staleness.switch={engine.staleness.switch} has no place here: a prefix is scored by one'
+        ' version of the weights; leave it out.'
+      )
     if engine.staleness.steps:
       history = jax.tree.map(lambda x: jnp.stack([x] * engine.staleness.steps), old)
     params = fleet.engine_weights(
@@ -76,7 +82,7 @@ def table(
     outlier = heavy_tail.outlier_prompts(
       engine.heavy_tail, jnp.asarray(TEXT), jnp.zeros(PROMPTS, jnp.int32)
     )
-    attention = reduction.attention(engine.reduction, attention, strength.get('reduction', 1.0))
+    attention = fleet.served_attention(engine, attention, strength)
   # The longest prefixes hold all others: attention is causal, and noise knows its context alone.
   longest = np.indices((VOCAB,) * (HORIZON - 1), np.int32).reshape(HORIZON - 1, -1).T
   count, width = len(longest), TEXT.shape[1]
@@ -139,7 +145,7 @@ def train(config: policy.PolicyConfig, seed: int, age: int) -> Pair:
 
 
 @jax.jit
-def _truth(world: enumeration.World, limit):
+def truth(world: enumeration.World, limit):
   """(J, error, gradients of J, L' and masked L' by logits, share kept); float64."""
   kept = oracle.sequence_mask(world, functools.partial(trust_region.max_kl, limit=limit))
   mean = jnp.broadcast_to(oracle.rollout_objective(world), PROMPTS)
@@ -169,6 +175,22 @@ def tables(config: policy.PolicyConfig, engine: fleet.Engine):
 
 
 @functools.cache
+def lengths(config: policy.PolicyConfig):
+  """(params, slopes by logits) -> |slope| by the parameters, one for each; compiled once."""
+
+  @jax.jit
+  def norms(params, slopes):
+    _, pull = jax.vjp(lambda p: table(p, config), params)
+    square = lambda x: sum((leaf**2).sum() for leaf in jax.tree.leaves(pull(x)[0]))
+    return [jnp.sqrt(square(x)) for x in slopes]
+
+  def run(params, slopes) -> list[float]:
+    return [float(x) for x in norms(params, [jnp.asarray(x, jnp.float32) for x in slopes])]
+
+  return run
+
+
+@functools.cache
 def judge(config: policy.PolicyConfig, engine: fleet.Engine):
   """(pair, strength, key, limit) -> true harm of the engine; one program for all strengths.
 
@@ -177,20 +199,14 @@ def judge(config: policy.PolicyConfig, engine: fleet.Engine):
   reward minus its mean, as rejected rows count nothing. `kept` = probability to be kept.
   """
 
-  @jax.jit
-  def norms(params, true, surrogate, masked):
-    _, pull = jax.vjp(lambda p: table(p, config), params)
-    square = lambda x: sum((leaf**2).sum() for leaf in jax.tree.leaves(pull(x)[0]))
-    length = lambda x: jnp.sqrt(square(x.astype(jnp.float32)))
-    return length(true), length(surrogate - true), length(masked - true)
-
   def run(pair: Pair, strength, key, limit: float) -> dict[str, float]:
     own, served = tables(config, engine)(pair.params, pair.old, strength, key)
     with enumeration.float64():
       world = enumeration.world(own, served, horizon=HORIZON, reward=pair.reward)
-      found = jax.tree.map(np.asarray, _truth(world, limit))
-    slopes = [jnp.asarray(found[name], jnp.float32) for name in ('true', 'surrogate', 'masked')]
-    true, raw, masked = (float(x) for x in norms(pair.params, *slopes))
+      found = jax.tree.map(np.asarray, truth(world, limit))
+    true = found['true']
+    off = [true, found['surrogate'] - true, found['masked'] - true]
+    true, raw, masked = lengths(config)(pair.params, off)
     return {
       **{name: float(found[name]) for name in ('objective', 'kl', 'error', 'kept')},
       'bias': raw / true,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import divergences, policy, sampling, sharding, types
+from trm_jax import attention, divergences, policy, sampling, sharding, types
 from trm_jax.mismatch import (
   decoding,
   fleet,
@@ -30,7 +30,9 @@ CONFIG = policy.PolicyConfig(
 START = np.array([0, 2, 1, 0, 3, 1, 2, 0], np.int32)
 TEXT = np.random.default_rng(0).integers(2, V, (PROMPTS, WIDTH)).astype(np.int32)
 KEY = jax.random.key(11)
-LOW = precision.Precision(weights='float8_e5m2', activations='float8_e4m3fn', kv='float8_e5m2')
+LOW = precision.Precision(
+  weights='float8_e5m2', activations='float8_e4m3fn', kv='float8_e5m2', attention='bfloat16'
+)
 ENGINES = {
   'precision': fleet.Engine(precision=LOW),
   'routing': fleet.Engine(routing=routing.Routing(jitter=2.0, rate=0.7)),
@@ -309,6 +311,41 @@ def test_scores_and_probabilities_are_rounded_apart():
   assert jnp.isfinite(flat).all()
 
 
+def test_the_softmax_of_attention_in_fewer_bits():
+  rng = np.random.default_rng(0)
+  q, k, v = (rng.normal(size=(2, 9, n, 4)).astype(np.float32) * 2 for n in (4, 2, 2))
+  start = np.array([0, 3], np.int32)
+  sees = np.arange(9)[None] >= start[:, None]
+  ladder = ('e8m10', 'bfloat16', 'float8_e4m3fn')
+
+  @jax.jit
+  def attended(q, k, v, off):
+    def one(format=None, strength=1.0, block=None):
+      engine = fleet.Engine(
+        precision=precision.Precision(attention=format),
+        reduction=reduction.Reduction(attention_block=block),
+      )
+      served = fleet.served_attention(engine, attention.plain, strength)
+      return served(q, k, v, slots=jnp.arange(9), start=jnp.asarray(start))
+
+    return one(), one(ladder[2], off, 2), [one(f) for f in ladder], one(ladder[1], block=2)
+
+  own, off, rounded, blocks = attended(q, k, v, jnp.float32(0))
+  np.testing.assert_array_equal(off, own)
+  # By NumPy: exponentials are rounded before they are summed.
+  scores = np.einsum('bthc,bshc->bhts', q, k.repeat(2, 2)) / 2
+  hidden = np.tril(np.ones((9, 9), bool)) & sees[:, None] == 0
+  scores = np.where(hidden[:, None], -np.inf, scores)
+  e = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e9))
+  e = e.astype(ladder[2]).astype(np.float32)
+  want = np.einsum('bhts,bshc->bthc', e / np.maximum(e.sum(-1, keepdims=True), 1), v.repeat(2, 2))
+  np.testing.assert_allclose(np.asarray(rounded[2])[sees], want[sees], rtol=0, atol=1e-5)
+  # Error grows as bits are dropped, and stays of one size beside blocks of keys.
+  errors = [np.abs(x - own)[sees].mean() for x in (*rounded, blocks)]
+  assert 1e-6 < errors[0] < errors[1] < errors[2] and errors[0] < errors[3] < errors[2]
+  assert precision.attention(precision.Precision(), attention.plain) is attention.plain
+
+
 def test_kl_grows_as_bits_are_dropped():
   tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (8, 6)).astype(np.int32))
   ladder = ('e8m7', 'e8m2')
@@ -316,7 +353,9 @@ def test_kl_grows_as_bits_are_dropped():
   def scores(params, **formats):
     hooks = precision.hooks(precision.Precision(**formats))
     start = jnp.zeros(8, jnp.int32)
-    return policy.logits(params, policy.apply(params, CONFIG, tokens, start=start, hooks=hooks)[0])
+    attend = precision.attention(precision.Precision(**formats), attention.plain)
+    shared = dict(start=start, hooks=hooks, attention=attend)
+    return policy.logits(params, policy.apply(params, CONFIG, tokens, **shared)[0])
 
   @jax.jit
   def inside(params, rounded):
@@ -326,7 +365,7 @@ def test_kl_grows_as_bits_are_dropped():
     ]
     return jnp.stack(kls).reshape(len(SITES), -1), divergences.kl(own, scores(rounded)).mean()
 
-  SITES = ('activations', 'kv')
+  SITES = ('activations', 'kv', 'attention')
   of = lambda f: precision.round_weights(parameters(), precision.Precision(weights=f))
   found = [inside(parameters(), of(f)) for f in (*ladder, 'int8', 'int8_channel')]
   weights = np.array([x for _, x in found])
@@ -342,6 +381,11 @@ def test_kl_grows_as_bits_are_dropped():
     (dict(weights='e1m3'), "precision.weights='e1m3' must have 2 to 8 exponent"),
     (dict(kv='e8m24'), "precision.kv='e8m24' must have .* 1 to 23 mantissa bits"),
     (dict(rounding='stochastic'), "precision.rounding='stochastic' rounds nothing"),
+    (dict(attention='float8_e4m3b11fnuz'), "precision.attention='float8_e4m3b11fnuz' is not one"),
+    (
+      dict(attention='bfloat16', rounding='stochastic'),
+      "precision.attention='bfloat16' rounds to nearest only",
+    ),
   ],
 )
 def test_impossible_precision(bad, match):
@@ -724,10 +768,11 @@ def battery():
   return jax.jit(measure)
 
 
-def measured(**strengths):
+def measured(history=None, **strengths):
   """(rollout, mean KL, mean |log_ratio|), the sources at these strengths and the others off."""
   strengths = {name: jnp.float32(strengths.get(name, 0)) for name in SOURCES}
-  rollout, kl, logp = battery()(parameters(), parameters(3), past(), TEXT, START, strengths)
+  held = parameters(), parameters(3), history or past()
+  rollout, kl, logp = battery()(*held, TEXT, START, strengths)
   valid = np.asarray(rollout['valid'])
   kl, log_ratio = (np.asarray(x)[valid] for x in (kl, logp - rollout['logp']))
   return rollout, kl.mean(), np.abs(np.nan_to_num(log_ratio, nan=9.0)).mean()
@@ -757,6 +802,12 @@ def test_sources_compose_and_grow():
   for source, place in (('routing', 1), ('heavy_tail', 1), ('reporting', 2)):
     found = [measured(**{source: s})[place] for s in (0.1, 0.4, 1.0)]
     assert 0 < found[0] < found[1] < found[2], source
+  # Staleness has no strength but age: weights ever further from the current ones.
+  away = lambda share: jax.tree.map(
+    lambda p, h: p[None] + share * (h - p[None]), parameters(), past()
+  )
+  found = [measured(away(share), staleness=1)[1] for share in (0.1, 0.4, 1.0)]
+  assert 0 < found[0] < found[1] < found[2]
   alone = {source: measured(**{source: 1})[1] for source in SOURCES}
   *_, log_ratio = measured(**dict.fromkeys(SOURCES, 1))
   pair, kl, _ = measured(decoding=1, heavy_tail=1)

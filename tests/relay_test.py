@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trm_jax import divergences, metrics, policy, sampling, sharding, types
-from trm_jax.mismatch import fleet, precision, routing, staleness
+from trm_jax.mismatch import decoding, fleet, precision, routing, staleness
 from trm_jax.relay import Relay
 
 V, PAD, EOS = 12, 0, 1
@@ -234,3 +234,20 @@ def test_every_source_acts_on_every_version():
   np.testing.assert_array_equal(shifted(replayed.routes), shifted(decoded.routes))
   for a, b in ((replayed.logits, decoded.logits), (replayed.logp, decoded.logp)):
     np.testing.assert_allclose(np.asarray(a)[valid], np.asarray(b)[valid], rtol=0, atol=5e-3)
+
+
+def test_engines_of_any_hooks_stand_side_by_side_on_a_mesh():
+  """Traced alone: the scores of both have one layout, whatever was done to them."""
+  filters = fleet.Engine(decoding=decoding.Decoding(top_k=5))
+  which = dataclasses.replace(SWITCHED, broken=filters, broken_samples=1)
+  with jax.set_mesh(sharding.make_mesh(4, 2)):
+    fresh = policy.shapes(CONFIG, V)
+    place = lambda shape, dtype, *axes: jax.ShapeDtypeStruct(
+      shape, dtype, sharding=jax.NamedSharding(jax.sharding.get_mesh(), jax.P(*axes))
+    )
+    history = jax.tree.map(lambda x: place((2, *x.shape), x.dtype, None, *x.sharding.spec), fresh)
+    rows = (place(x.shape, x.dtype, 'data') for x in (TEXT, START))
+    run = functools.partial(generate, which, 'replay')
+    found = jax.eval_shape(run, fresh, history, *rows, jnp.float32(1))
+  assert found.logits.shape == (PROMPTS * SAMPLES, LENGTH, V)
+  assert found.logits.sharding.spec == jax.P('data', None, 'model')

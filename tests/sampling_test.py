@@ -140,8 +140,9 @@ def test_rows_end_at_their_eos(name):
     assert (rollout.logp[row, :n] < 0).all()
   cut = (lengths == LENGTH) & (rollout.tokens[:, -1] != EOS)
   assert cut.any()  # rows without an EOS exist
-  for leaf in (rollout.version, rollout.engine, rollout.reward):
+  for leaf in (rollout.engine, rollout.reward):
     assert leaf.shape == (16,) and (leaf == 0).all()
+  assert rollout.version.shape == rollout.tokens.shape and (rollout.version == 0).all()
   assert rollout.tokens.dtype == rollout.version.dtype == np.int32
   assert rollout.logits.dtype == rollout.logp.dtype == np.float32
 

@@ -136,13 +136,21 @@ def _order(routes, experts, axis_name):
 
 def _expand(x, order, sizes, gate, up, choices):
   rows = x.reshape(-1, x.shape[-1])[order // choices]
-  return jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+  return jax.nn.silu(_grouped(rows, gate, sizes)) * _grouped(rows, up, sizes)
+
+
+def _grouped(rows, matrices, sizes, **kwargs):
+  """Each expert's run of rows with its own matrix."""
+  # A TPU's kernel refuses bfloat16 operands at the precision that float32 ones are given here.
+  low = rows.dtype == matrices.dtype == jnp.bfloat16
+  precision = jax.lax.Precision.DEFAULT if low else None
+  return jax.lax.ragged_dot(rows, matrices, sizes, precision=precision, **kwargs)
 
 
 def _contract(inner, order, sizes, here, gates, down):
   """Sum over choices of gate * inner down_e, back in the order of the tokens."""
   inner = inner * gates.reshape(-1)[order].astype(inner.dtype)[:, None]
-  out = jax.lax.ragged_dot(inner, down, sizes, preferred_element_type=jnp.float32)
+  out = _grouped(inner, down, sizes, preferred_element_type=jnp.float32)
   out = jnp.where(here[order][:, None], out, 0)
   back = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
   return back.reshape(*gates.shape, -1).sum(-2).astype(inner.dtype)

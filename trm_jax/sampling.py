@@ -317,7 +317,8 @@ def replay(
   if rollout.logits is not None:
     logits, reported = _engine_scores(relay.logits(params, hidden), keys, 0, hooks)
     logp = token_logp(reported, rollout.tokens, rollout.valid, temperature=temperature)
-    kept = {'logits': _blank(~rollout.valid, logits)}
+    # One layout whatever the hooks, so that engines can be put side by side.
+    kept = {'logits': sharding.reshard(_blank(~rollout.valid, logits), DATA, None, MODEL)}
   else:
     logp, top = _by_slot(params, hidden, rollout, keys, hooks, temperature)
     kept = {

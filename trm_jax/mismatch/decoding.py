@@ -64,7 +64,7 @@ def keep_top_k(scores: Float[Array, '*b V'], k: int) -> Float[Array, '*b V']:
   return jnp.where(scores >= last, scores, -jnp.inf)
 
 
-def keep_top_p(scores: Float[Array, '*b V'], p: float) -> Float[Array, '*b V']:
+def keep_top_p(scores: Float[Array, '*b V'], p: float | Float[Array, '']) -> Float[Array, '*b V']:
   """Scores outside the smallest set of likeliest tokens with mass >= p become -inf; ties stay."""
   ranked = jax.lax.top_k(scores, scores.shape[-1])[0]
   mass = jax.nn.softmax(ranked)
@@ -75,7 +75,7 @@ def keep_top_p(scores: Float[Array, '*b V'], p: float) -> Float[Array, '*b V']:
   return jnp.where(scores >= last, scores, -jnp.inf)
 
 
-def keep_min_p(scores: Float[Array, '*b V'], p: float) -> Float[Array, '*b V']:
+def keep_min_p(scores: Float[Array, '*b V'], p: float | Float[Array, '']) -> Float[Array, '*b V']:
   """Scores of tokens less likely than p times the likeliest become -inf."""
   floor = scores.max(-1, keepdims=True) + jnp.log(jnp.float32(p))
   return jnp.where(scores >= floor, scores, -jnp.inf)
