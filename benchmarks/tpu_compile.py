@@ -20,7 +20,6 @@ program and the compiler's cost model, and none is a measured time.
 
 import dataclasses
 import functools
-import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import measure
-from experiments import command
+from experiments import chips, command
 from trm_jax import divergences, kernels, linear_head, pair, tiles
 from trm_jax.types import InputError
 
@@ -262,26 +261,11 @@ def line(found: dict[str, Any]) -> list[str]:
   return [name, *ratios, f'{found["temporaries"]:.0f}', str(found['calls']), found['collectives']]
 
 
-def _without_a_tpu() -> None:
-  """Makes the TPU compiler usable where there is no TPU, and quiet."""
-  try:
-    import libtpu  # noqa: F401
-  except ImportError:
-    raise InputError("libtpu is not installed; run pip install -e '.[tpu]'.") from None
-  # It would ask the machine for its place in a pod.
-  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
-  os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-  os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-8')
-  os.environ.setdefault('TPU_STDERR_LOG_LEVEL', '3')
-  os.environ.setdefault('TPU_MIN_LOG_LEVEL', '3')
-  jax.config.update('jax_platforms', 'cpu')
-
-
 def main(sizes: Command) -> None:
   for name in sizes.chips:
     if name not in CHIPS:
       raise InputError(f'chips={name} is not known; choose from {", ".join(CHIPS)}.')
-  _without_a_tpu()
+  chips.without_a_tpu()
   records = []
   for name in sizes.chips:
     chip, rows = CHIPS[name], []

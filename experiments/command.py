@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import process
 from typing import Any
 
+import jax
 import tyro
 
 from trm_jax import loop, processes
@@ -59,3 +60,15 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
       ' another directory.'
     )
   processes.sync('looked')  # nobody writes before everybody has looked
+
+
+def cache(directory: pathlib.Path) -> None:
+  """Keeps compiled programs in a folder, on this and later starts; before anything is compiled."""
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory, suffix='.tmp').close()
+  except OSError as error:
+    raise InputError(
+      f'compilation_cache={directory} cannot be written ({error.strerror}); choose another folder.'
+    ) from error
+  jax.config.update('jax_compilation_cache_dir', str(directory.absolute()))

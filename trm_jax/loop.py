@@ -5,6 +5,7 @@ the data cursor, so a run that was interrupted anywhere continues bit for bit on
 processes, and up to the order of sums on others. All processes call these functions alike.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax import policy, processes, recording, tasks, update
+from trm_jax import policy, processes, recording, tasks, timing, update
 from trm_jax.progress import Display, Progress, Silent
 from trm_jax.sharding import DATA
 from trm_jax.train import Program
@@ -155,14 +156,24 @@ def run(
   label: str = 'rl',
   resume: bool = False,
   progress: Display | None = None,
+  profile: tuple[int, int] | None = None,
+  time_parts: bool = False,
 ) -> list[dict[str, Any]]:
   """Reinforcement learning from `params`; returns the recorded metrics, one dict a step.
 
   Row k holds the metrics of RL step k (counted from 1) and, where it was evaluated, the accuracy of
-  the policy after it; row 0 is the start. Raises InputError for a directory that does not fit,
-  NonFiniteError (parameters and the last checkpoint stay good), Interrupted on a signal.
+  the policy after it; row 0 is the start. memory.json says what the step's program takes of a
+  device. `profile` traces the steps from its first to its last into the folder profile;
+  `time_parts` adds the seconds of a step's parts to its first row (`timing.parts`). Raises
+  InputError for a directory that does not fit or steps to trace that are not run, NonFiniteError
+  (parameters and the last checkpoint stay good), Interrupted on a signal.
   """
   config = program.config
+  if profile and profile[1] > config.steps:
+    raise InputError(
+      f'profile={profile[0]}:{profile[1]} lies beyond the last step, {config.steps}: trace earlier'
+      ' steps or raise steps.'
+    )
   arm = arm or update.Arm()
   arm = update.Arm(jnp.int32(arm.method), jnp.float32(arm.strength))
   method = dataclasses.asdict(program.methods[int(arm.method)])
@@ -171,6 +182,7 @@ def run(
     jax.set_mesh(program.mesh),
     recording.open_run(directory, about, resume=resume) as record,
     processes.stops() as look,
+    contextlib.ExitStack() as ends,
   ):
     key = jax.random.key(config.seed)
     state = program.start(params, jax.random.fold_in(key, 2), arm.method)
@@ -186,12 +198,18 @@ def run(
         f'steps={config.steps}, but the run in {record.path} has done {start}; ask for at least'
         ' that many or choose another directory.'
       )
+    if profile and profile[0] <= start:
+      raise InputError(
+        f'profile={profile[0]}:{profile[1]}: the run has done {start} steps; trace later ones.'
+      )
     progress = progress or _display(config.steps, label, start)
-    clock = time.perf_counter()
+    trace = timing.Trace(profile, record.path / 'profile')
+    ends.callback(trace.close)
+    clock, extra = time.perf_counter(), {}
 
     def fetch(pending: _Pending | None):
       """Waits for a dispatched step, checks it and writes it down."""
-      nonlocal clock
+      nonlocal clock, extra
       if pending is None:
         return
       scalars, flags, evaluation = jax.device_get(
@@ -202,7 +220,12 @@ def run(
         raise NonFiniteError(_why_not_finite(pending.step, scalars, flags, record.path))
       now = time.perf_counter()
       seconds, clock = now - clock, now
-      record.log(pending.step, scalars | evaluation | {'seconds': seconds})
+      rate = {}
+      if 'length' in scalars:  # mean response tokens of a row
+        tokens = scalars['length'] * config.prompts * config.samples
+        rate = {'tokens_per_second': tokens / seconds} | extra
+        extra = {}
+      record.log(pending.step, scalars | evaluation | {'seconds': seconds} | rate)
       shown = {'reward': scalars.get('reward'), 'accepted': scalars.get('acceptance')}
       shown |= {'accuracy': evaluation.get('accuracy/sampled')}
       progress.update(pending.step, **{k: float(v) for k, v in shown.items() if v is not None})
@@ -212,7 +235,16 @@ def run(
       evaluation = program.evaluate(state.params, *held_out, eval_key)
       pending = _Pending(0, {}, {}, evaluation)
     for step in range(start + 1, config.steps + 1):
-      state, scalars, flags = program.step(state, arm, *rows(next(data)))
+      batch = rows(next(data))
+      if step == start + 1:
+        # The call below runs this very executable: nothing is compiled twice.
+        compiled = program.step.lower(state, arm, *batch).compile()
+        record.write_json('memory.json', timing.memory(compiled))
+        if time_parts:
+          extra = timing.parts(program.parts, state, arm, *batch)
+      trace.before(step)
+      state, scalars, flags = program.step(state, arm, *batch)
+      trace.after(step, scalars)
       last = step == config.steps
       evaluation = {}
       if last or step % config.eval_every == 0:

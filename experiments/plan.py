@@ -1,0 +1,440 @@
+"""What a train step and a decode step of a published model need on a TPU pod, without one.
+
+    python -m experiments.plan --model qwen3-8b --topology v5e:16x16 --mesh 32,8 --seq 8192
+    python -m experiments.plan --topology cpu:8 --mesh 4,2 --layers 2 --rows 2 ...    # no libtpu
+    python -m experiments.plan --table --save runs/plan.json    # 8 to 256 chips
+
+Compiles the step itself (`experiments/abstract_step.py`) for the named topology from shapes alone;
+needs the extra `tpu` (pip install -e '.[tpu]'), else only `--topology cpu:N`. Where every figure
+comes from is printed beside it:
+
+  compiler   memory, and what does not fit: the compiler's own report or error
+  text       collectives and traffic: the compiled program's text, loops counted as often as they
+             turn (`experiments/compiled.py`); traffic is an estimate
+  cycles     the compiler's estimate of every instruction, loops counted, over the chip's clock;
+             without kernels, collectives hidden behind other work
+  jaxpr      operations of matrix products, loops counted (`experiments/products.py`)
+  once       the compiler's own totals, which count the body of a loop once: too small
+  published  bandwidths and peak of a chip (`experiments/chips.py`)
+
+The bound is the largest of products / peak, traffic / HBM bandwidth and wire bytes / all links of a
+chip: what a perfect overlap would reach. Nothing here is a measured time.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments import abstract_step, chips, command, compiled, products
+from trm_jax import policy, qwen3, sharding, stores
+from trm_jax.types import InputError
+
+GIB = chips.GIB
+# Both models have key/value heads for a MODEL of 4.
+TABLE = {'v5p:2x2x2': '2,4', 'v5p:4x4x4': '16,4', 'v5p:4x8x8': '64,4'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+  """What is planned; sizes are those of one optimizer step."""
+
+  # A published model, e.g. qwen3-8b or qwen3-30b-a3b.
+  model: str = 'qwen3-8b'
+  # CHIP:SIZES, e.g. v5e:16x16, v5p:4x8x8, v6e:4x4; cpu:N for simulated devices.
+  topology: str = 'v5e:16x16'
+  # Devices as DATA,MODEL.
+  mesh: str = '32,8'
+  # Positions of a row, prompt + response - 1; split over MODEL between layers where it divides.
+  seq: int = 8192
+  # Positions of it that are prompt.
+  prompt: int = 1024
+  # Samples of a prompt: its rows stay on one device of DATA, in one micro-batch.
+  samples: int = 8
+  # Rows of one micro-batch on a device of DATA; None = the most that fit.
+  rows: int | None = None
+  # Micro-batches of a step.
+  microbatches: int = 1
+  # What the rollout keeps of each distribution; see trm_jax/stores.py.
+  store: stores.Store = 'topk'
+  top: int = 64
+  # Fewer layers than the model has, to try things out.
+  layers: int | None = None
+  # Also plan one token of decoding.
+  decode: bool = True
+  # Both models of the README on 8 to 256 chips instead.
+  table: bool = False
+  # JSON file for every figure.
+  save: pathlib.Path | None = None
+
+
+class TooLarge(NamedTuple):
+  """A program that the compiler refused for want of memory; bytes of a device."""
+
+  needed: float
+  available: float
+  why: str
+
+
+def settings(options: Command) -> tuple[qwen3.Model, policy.PolicyConfig]:
+  """(model, its policy as it is trained). Raises InputError for an unknown name or bad sizes."""
+  models = {model.name.lower(): model for model in qwen3.MODELS}
+  if options.model.lower() not in models:
+    raise InputError(f'model={options.model!r} is not one of {", ".join(models)}.')
+  for name in ('samples', 'microbatches', 'top', 'prompt'):
+    if getattr(options, name) < 1:
+      raise InputError(f'{name}={getattr(options, name)} must be at least 1.')
+  if options.seq <= options.prompt:
+    raise InputError(f'seq={options.seq} must be larger than prompt={options.prompt}.')
+  if options.rows is not None and (options.rows < 1 or options.rows % options.samples):
+    raise InputError(
+      f'rows={options.rows} must be a multiple of samples={options.samples}: the rows of a prompt'
+      ' stay on one device.'
+    )
+  model = models[options.model.lower()]
+  data, parts = sharding.parse_mesh(options.mesh)
+  found = model.policy
+  found = dataclasses.replace(
+    found,
+    dtype='bfloat16',
+    remat=True,
+    layers=options.layers or found.layers,
+    expert_compute='ragged' if found.experts else 'dense',
+  )
+  sizes = dict(vocabulary=model.vocab_size, kv_heads=found.kv_heads, mlp_width=found.mlp_width) | (
+    {'experts': found.experts} if found.experts else {}
+  )
+  for name, size in sizes.items():
+    if size % parts:
+      raise InputError(
+        f'mesh={options.mesh} cannot split the {name}={size} of {model.name} over {parts} devices;'
+        ' choose a MODEL that divides it.'
+      )
+  if found.width % data:
+    raise InputError(
+      f'mesh={options.mesh} cannot split the width={found.width} of {model.name} over {data}'
+      ' devices; choose a DATA that divides it.'
+    )
+  return model, found
+
+
+def sizes_of(options: Command, vocab: int, rows: int) -> abstract_step.Sizes:
+  """Sizes of a step with `rows` rows on a device of DATA in a micro-batch."""
+  data, _ = sharding.parse_mesh(options.mesh)
+  return abstract_step.Sizes(
+    rows=rows * data * options.microbatches,
+    samples=options.samples,
+    sequence=options.seq,
+    prompt=options.prompt,
+    vocab=vocab,
+    store=options.store,
+    top=options.top,
+    microbatches=options.microbatches,
+  )
+
+
+_UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+_NUMBER = r'([\d.]+)([KMGT]?)'
+
+
+def too_large(error: str, arguments: float) -> TooLarge | None:
+  """What a compiler's error says about memory; None if it is about something else."""
+  plain = re.search(rf'Used {_NUMBER}i?B? of {_NUMBER}i?B? hbm', error)
+  temporaries = re.search(rf'temporaries \({_NUMBER}\) exceeds available HBM \({_NUMBER}\)', error)
+  found = plain or temporaries
+  if found is None:
+    return None
+  needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+  # The second form speaks of temporaries alone.
+  return TooLarge(needed + (0 if plain else arguments), available, found[0])
+
+
+def build(program: abstract_step.Program) -> Any:
+  """The compiled program, or what the compiler says that it lacks."""
+  arguments = sum(map(abstract_step.bytes_per_device, program.arguments))
+  try:
+    return program.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    found = too_large(str(error), arguments)
+    if found is None:
+      raise
+    return found
+
+
+def used(found) -> float:
+  """Bytes of a device's memory that a program needs: arguments, results, temporaries."""
+  if isinstance(found, TooLarge):
+    return found.needed
+  memory = found.memory_analysis()
+  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def largest(attempt, limit: float, say=lambda text: None) -> tuple[int, Any]:
+  """(most groups of rows that fit, their program), or (0, why not even one does).
+
+  Memory is taken to be linear in the rows: two programs give the line, a third verifies what
+  it promises; `attempt(groups)` compiles one. If the third does not fit, one group less is tried.
+  """
+  one = attempt(1)
+  if isinstance(one, TooLarge):
+    return 0, one
+  two = attempt(2)
+  if isinstance(two, TooLarge):
+    return 1, one
+  slope = max(used(two) - used(one), 1.0)
+  guess = max(int((limit - used(one)) / slope) + 1, 2)
+  while guess > 2:
+    say(f'memory is {used(one) / GIB:.2f} GiB and {slope / GIB:.2f} more a group: trying {guess}')
+    found = attempt(guess)
+    if not isinstance(found, TooLarge):
+      return guess, found
+    guess = min(guess - 1, max(int(guess * limit / found.needed), 2))
+  return 2, two
+
+
+def figures(found, program: abstract_step.Program, options: Command, tokens: int) -> dict:
+  """Everything that is said about a compiled program; bytes, operations and seconds of a device."""
+  chip, count = chips.parse(options.topology)
+  mesh = sharding.parse_mesh(options.mesh)
+  memory = found.memory_analysis()
+  cost = found.cost_analysis() or {}
+  text = compiled.Program(found.as_text(), mesh)
+  work = products.count(program.jaxpr(), {sharding.DATA: mesh[0], sharding.MODEL: mesh[1]})
+  grouped = collections.defaultdict(lambda: [0, 0.0])
+  for step in text.collectives():
+    entry = grouped[f'{step.kind} over {step.over}']
+    entry[0] += step.times
+    entry[1] += step.times * step.wire
+  wire = sum(sent for _, sent in grouped.values())
+  result = {
+    'compiled_for': options.topology if chip != 'cpu' else 'CPU (simulated devices)',
+    'arguments': memory.argument_size_in_bytes,
+    'temporaries': memory.temp_size_in_bytes,
+    'results_beyond_arguments': memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    'used': used(found),
+    'flops': work.flops,
+    'flops_by_passes': work.passes,
+    'traffic': text.traffic(),
+    'cycles': text.cycles(),
+    'wire': wire,
+    'collectives': {k: {'count': n, 'bytes': b} for k, (n, b) in sorted(grouped.items())},
+    'once': {k: cost.get(k) for k in ('flops', 'bytes accessed', 'optimal_seconds') if k in cost},
+    'tokens': tokens,
+    'wire_bytes_a_token': wire * count / tokens,
+  }
+  if chip in chips.CHIPS:
+    about = chips.CHIPS[chip]
+    bound = {
+      'compute': work.passes / about.peak,
+      'memory': result['traffic'] / about.bandwidth,
+      'links': wire / about.links,
+    }
+    seconds = max(bound.values())
+    if about.clock and result['cycles']:
+      result['estimate'] = result['cycles'] / about.clock
+    result |= {
+      'available': about.memory,
+      'bound': bound,
+      'seconds': seconds,
+      'tokens_a_second': tokens / seconds,
+    }
+  return result
+
+
+def remedies(options: Command, model: qwen3.Model, refused: TooLarge, attempt) -> str:
+  """What would fit: a shorter sequence, verified by one program where the line promises one."""
+  data, parts = sharding.parse_mesh(options.mesh)
+  always = (
+    f'Otherwise: a MODEL above {parts}, more chips, a chip with more memory, fewer samples than'
+    f' {options.samples} (a prompt\'s rows stay together), or store="logp".'
+  )
+  if refused.available <= 0:
+    return always
+  seq = options.seq
+  while seq // 2 > 2 * options.prompt and refused.needed * seq / options.seq > refused.available:
+    seq //= 2
+  if seq == options.seq:
+    return always
+  short = dataclasses.replace(options, seq=seq)
+  found = attempt(short)
+  if isinstance(found, TooLarge):
+    return f'--seq {seq} does not fit either ({found.needed / GIB:.2f} GiB). {always}'
+  return f'--seq {seq} fits ({used(found) / GIB:.2f} GiB; compiled). {always}'
+
+
+def plan(options: Command, say=lambda text: None) -> dict[str, Any]:
+  """The plan as JSON-able values; `say` hears what is going on. Raises InputError."""
+  model, configuration = settings(options)
+  data, parts = sharding.parse_mesh(options.mesh)
+  mesh = chips.mesh(options.topology, data, parts)
+  chip, count = chips.parse(options.topology)
+  start = time.perf_counter()
+
+  def train(options, groups):
+    rows = groups * options.samples
+    program = abstract_step.train(configuration, sizes_of(options, model.vocab_size, rows))
+    say(f'compiling the train step: {rows} rows of {options.seq} a device of DATA ...')
+    begun = time.perf_counter()
+    found = build(program)
+    say(f'  {time.perf_counter() - begun:.0f} s, {used(found) / GIB:.2f} GiB a device')
+    return found
+
+  with jax.set_mesh(mesh):
+    state = abstract_step.state_of(configuration, model.vocab_size)
+    result = {
+      'model': model.name,
+      'topology': options.topology,
+      'chips': count,
+      'mesh': options.mesh,
+      'seq': options.seq,
+      'prompt': options.prompt,
+      'samples': options.samples,
+      'microbatches': options.microbatches,
+      'store': options.store,
+      'layers': configuration.layers,
+      'jax': jax.__version__,
+      'parameter_bytes': abstract_step.bytes_per_device(state.params),
+      'optimizer_bytes': abstract_step.bytes_per_device(state.opt_state),
+    }
+    memory = chips.CHIPS[chip].memory if chip in chips.CHIPS else None
+    if options.rows is not None or memory is None:
+      groups = (options.rows or options.samples) // options.samples
+      found = train(options, groups)
+    else:
+      groups, found = largest(lambda n: train(options, n), memory, say)
+    result['rows'] = max(groups, 1) * options.samples
+    sizes = sizes_of(options, model.vocab_size, result['rows'])
+    if isinstance(found, TooLarge):
+      result['refused'] = found._asdict()
+      result['remedy'] = remedies(options, model, found, lambda o: train(o, max(groups, 1)))
+    else:
+      program = abstract_step.train(configuration, sizes)
+      tokens = sizes.rows * (options.seq - options.prompt + 1)
+      result['train'] = figures(found, program, options, tokens)
+    if options.decode:
+      one = dataclasses.replace(options, microbatches=1)
+      sizes = sizes_of(one, model.vocab_size, result['rows'])
+      program = abstract_step.decode(configuration, sizes)
+      say(f'compiling the decode step: {sizes.rows} rows, {sizes.sequence} cached slots ...')
+      found = build(program)
+      if isinstance(found, TooLarge):
+        result['decode_refused'] = found._asdict()
+      else:
+        result['decode'] = figures(found, program, options, sizes.rows)
+    result['seconds_to_plan'] = time.perf_counter() - start
+  return result
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+  """The plan in words, one figure a line with its source."""
+  gib = lambda x: f'{x / GIB:.3f} GiB'
+  out = [
+    f'{found["model"]} ({found["layers"]} layers) on {found["topology"]} as {found["mesh"]}:'
+    f' {found["rows"]} rows of {found["seq"]} a device of DATA, {found["microbatches"]}'
+    f' micro-batches, store {found["store"]}; figures are those of one device',
+    f'  parameters   {gib(found["parameter_bytes"])}  float32, shapes and layouts',
+    f'  optimizer    {gib(found["optimizer_bytes"])}  float32, shapes and layouts',
+  ]
+  if 'refused' in found:
+    refused = found['refused']
+    out += [
+      f'  train        DOES NOT FIT: needs {gib(refused["needed"])} of {gib(refused["available"])}'
+      f'  compiler: {refused["why"]}',
+      f'               {found["remedy"]}',
+    ]
+  if 'decode_refused' in found:
+    refused = found['decode_refused']
+    out.append(f'  decode       DOES NOT FIT: {refused["why"]}')
+  for name in ('train', 'decode'):
+    if name not in found:
+      continue
+    step = found[name]
+    room = f' of {gib(step["available"])} published' if 'available' in step else ''
+    out += [
+      f'{name} step, compiled for {step["compiled_for"]}',
+      f'  memory       {gib(step["used"])}{room}: arguments {gib(step["arguments"])}, temporaries'
+      f' {gib(step["temporaries"])}  compiler',
+      f'  products     {step["flops"] / 1e12:.3f} TFLOP, {step["flops_by_passes"] / 1e12:.3f} in'
+      ' bfloat16 passes  jaxpr',
+      f'  traffic      {gib(step["traffic"])}  text, estimate',
+    ]
+    for kind, entry in step['collectives'].items():
+      out.append(f'  {kind}: {entry["count"]} times, {gib(entry["bytes"])} sent  text')
+    once = ', '.join(f'{k} {v:.4g}' for k, v in step['once'].items() if v is not None)
+    out.append(f'  {once}  once')
+    if 'estimate' in step:
+      out.append(f'  estimate     {step["estimate"]:.4g} s  cycles')
+    if 'bound' in step:
+      parts = ', '.join(f'{k} {v:.4g} s' for k, v in step['bound'].items())
+      out.append(
+        f'  bound        {step["seconds"]:.4g} s ({parts}), {step["tokens_a_second"]:,.0f} tokens/s'
+        ' of all devices  published peaks'
+      )
+  return out
+
+
+def markdown(plans: list[dict[str, Any]]) -> str:
+  """The README's table."""
+  head = (
+    '| model | chips | mesh | rows a device | HBM GiB | wire bytes a token | bound of a step s |'
+    ' estimate s | tokens/s at the bound |\n| --- | --- | --- | --: | --: | --: | --: | --: | --: |'
+  )
+  rows = [head]
+  for found in plans:
+    about = f'| {found["model"]} | {found["topology"]} | {found["mesh"]} | {found["rows"]} |'
+    if 'refused' in found:
+      refused = found['refused']
+      needed, room = refused['needed'] / GIB, refused['available'] / GIB
+      rows.append(f'{about} does not fit: {needed:.1f} of {room:.1f} | | | | |')
+      continue
+    step = found['train']
+    estimate = f'{step["estimate"]:.2f}' if 'estimate' in step else '-'
+    rows.append(
+      f'{about} {step["used"] / GIB:.1f} | {step["wire_bytes_a_token"]:,.0f} |'
+      f' {step["seconds"]:.2f} | {estimate} | {step["tokens_a_second"]:,.0f} |'
+    )
+  return '\n'.join(rows)
+
+
+def save(path: pathlib.Path | None, found: Any) -> None:
+  """Writes the figures, whole or not at all."""
+  if path is None:
+    return
+  partial = path.with_name(path.name + '.tmp')
+  with open(partial, 'w') as file:
+    file.write(json.dumps(found, indent=2) + '\n')
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(partial, path)
+
+
+def main(options: Command) -> None:
+  """Plans, prints, saves."""
+  if options.save is not None and not options.save.parent.is_dir():
+    raise InputError(f'save={options.save} lies in no folder; make it or choose another.')
+  say = lambda text: print(text, flush=True)
+  if not options.table:
+    found = plan(options, say)
+    print('\n'.join(lines(found)))
+    save(options.save, found)
+    return
+  plans = []
+  for model in ('qwen3-8b', 'qwen3-30b-a3b'):
+    for topology, mesh in TABLE.items():
+      one = dataclasses.replace(
+        options, model=model, topology=topology, mesh=mesh, rows=options.samples, decode=False
+      )
+      plans.append(plan(one, say))
+      save(options.save, plans)
+  print(markdown(plans))
+
+
+if __name__ == '__main__':
+  command.run(Command, main)
