@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import ablate_mismatch, ablation_report, command, small_world
+from experiments import ablate_mismatch, ablation_report, command, small_world, sweep
 from trm_jax import enumeration, loop, oracle, policy, recording, train
 from trm_jax.mismatch import attribution, decoding, fleet, heavy_tail, routing, staleness
 from trm_jax.types import InputError
@@ -210,7 +210,7 @@ def test_a_resumed_run_repeats_no_finished_cell(monkeypatch, tmp_path):
 
   monkeypatch.setattr(recording, 'Progress', Display)
   monkeypatch.setattr(ablate_mismatch, 'cell_program', lambda *_: cell)
-  monkeypatch.setattr(ablate_mismatch, 'drift', lambda *_: (None, None))
+  monkeypatch.setattr(sweep, 'snapshots', lambda *_: (None, None))
   monkeypatch.setattr(loop, 'warm_start', lambda *_: None)
   args, judged = interrupted(monkeypatch, tmp_path)
   before = files(args)
@@ -239,7 +239,7 @@ def test_a_resumed_run_repeats_no_finished_cell(monkeypatch, tmp_path):
 def test_a_whole_run_measures_what_its_engine_does(monkeypatch, tmp_path):
   args, _ = interrupted(monkeypatch, tmp_path)
   ablate_mismatch.main(dataclasses.replace(args, resume=True))
-  cell = lambda name: ablate_mismatch.read(args.directory / 'cells' / name)['responses']
+  cell = lambda name: sweep.read(args.directory / 'cells' / name)['responses']
   healthy, stale, noisy = (cell(f'seed1_{on}.json') for on in ('00', '10', '01'))
   assert healthy['kl'] < 1e-10 and healthy['rejected'] == 0 and healthy['log_kl'] == -6
   assert noisy['kl'] > 1e-4 and noisy['log_ratio'] > 1e-2
