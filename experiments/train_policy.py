@@ -13,13 +13,26 @@ Your own task: --task my_package.my_task, a module that defines TASK (see trm_ja
 import dataclasses
 import math
 import pathlib
+import sys
 from typing import Annotated
 
 import jax
 import tyro
 
 from experiments import command, figures, report
-from trm_jax import loop, processes, sharding, tasks, train
+from trm_jax import (
+  config_json,
+  loop,
+  policy,
+  processes,
+  sharding,
+  stores,
+  tasks,
+  timing,
+  train,
+  weights,
+)
+from trm_jax.types import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,26 +45,76 @@ class TrainPolicy:
   TRM-Max: --method.max-kl 0.2. A stuck replica for half of the samples:
   --fleet.broken.staleness.stuck --fleet.broken-samples 4. Low-precision rollouts:
   --fleet.engine.precision.weights float8_e5m2. Stale ones: --fleet.engine.staleness.steps 8.
+  Long responses, large vocabularies: --store hidden (as exact) or --store topk (certified bounds).
   """
 
   # Run directory; made if it does not exist. Several hosts need one that all of them see.
   directory: pathlib.Path
   # Continue the run in the directory from its last checkpoint.
   resume: bool = False
+  # Start from published weights: the folder of a checkpoint (trm_jax.weights), which brings the
+  # architecture of the policy; there is no warm start then.
+  weights: pathlib.Path | None = None
+  # Trace the steps START:STOP into DIRECTORY/rl/profile, for xprof or TensorBoard, e.g. 3:5.
+  profile: str | None = None
+  # Measure rollout, statistics and update by themselves, before the first step.
+  time_parts: bool = False
+  # Folder that keeps compiled programs, so that the next start finds them there.
+  compilation_cache: pathlib.Path | None = None
   config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config()
   hosts: Annotated[processes.Hosts, tyro.conf.arg(name='')] = processes.Hosts()
 
 
+def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
+  """The configuration with a checkpoint's architecture and without a warm start."""
+  if config.policy != policy.PolicyConfig():
+    raise InputError(f'weights={folder} describes the policy itself: leave out --policy.*.')
+  found, size = config_json.read(folder / 'config.json')
+  task = tasks.load(config.task)
+  if size != task.vocab_size:
+    raise InputError(
+      f'weights={folder} has a vocabulary of {size}, task {task.name} one of {task.vocab_size}; use'
+      ' a task of its tokenizer (trm_jax/tasks/reasoning.py).'
+    )
+  off = dataclasses.replace(config.warm_start, steps=0)
+  return dataclasses.replace(config, policy=found, warm_start=off)
+
+
 def main(args: TrainPolicy) -> None:
   """Warm start, RL, figure."""
+  profile = timing.steps(args.profile) if args.profile is not None else None
+  if args.compilation_cache is not None:
+    command.cache(args.compilation_cache)
   about = dataclasses.asdict(dataclasses.replace(args, hosts=processes.Hosts()))
   processes.join(args.hosts, about, devices=math.prod(sharding.parse_mesh(args.config.mesh)))
-  program = train.build(args.config)
+  config = args.config if args.weights is None else _described(args.config, args.weights)
+  program = train.build(config)
+  slots = config.response_length or program.task.response_length
+  stored = stores.describe(
+    config.store,
+    tokens=config.prompts * config.samples * slots,
+    vocab=program.task.vocab_size,
+    width=config.policy.width,
+    top=config.top,
+  )
+  if jax.process_index() == 0:
+    print(stored, file=sys.stderr)
   processes.in_turn(lambda: tasks.prepare(program.task, args.config.data_dir), 'prepared')
   directory = args.directory
   command.check_directory(directory, resume=args.resume)
-  params = loop.warm_start(program, directory / 'warm_start')
-  metrics = loop.run(program, directory / 'rl', params, resume=args.resume)
+  if args.weights is None:
+    params = loop.warm_start(program, directory / 'warm_start')
+  else:
+    with jax.set_mesh(program.mesh):
+      params = weights.load(args.weights)[1]
+  metrics = loop.run(
+    program,
+    directory / 'rl',
+    params,
+    resume=args.resume,
+    profile=profile,
+    time_parts=args.time_parts,
+  )
   if jax.process_index() != 0:
     return
   figure = figures.run(metrics, directory / 'figure.png', title=str(directory))

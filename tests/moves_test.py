@@ -56,7 +56,7 @@ def test_data_set(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'horizon, shape', [(128, (19, 127)), (512, (34, 496)), (4096, (274, 4096))]
+  'horizon, shape', [(64, (10, 64)), (128, (19, 127)), (512, (34, 496)), (4096, (274, 4096))]
 )
 def test_horizons(horizon, shape):
   task = tasks.load(f'trm_jax.tasks.moves_{horizon}')
