@@ -66,7 +66,7 @@ RESULTS = pathlib.Path(__file__).parent / 'results' / 'dense_precision'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DensePrecision:
+class DensePrecision(grid.Options):
   """Clip, TIS, ratio, TRM-max at 0.2 and 1 nats, under e5m2, e4m3 and int8 engines.
 
   Ends with tables, effects paired by seed and corrected for their number, a figure, a verdict.
@@ -75,14 +75,6 @@ class DensePrecision:
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/dense_precision')
-  # Continue where it was interrupted; finished runs are only read.
-  resume: bool = False
-  # Independent repetitions: warm start, data order and sampling.
-  seeds: int = 2
-  # Worker processes; None = one per core on a CPU, one in all on an accelerator.
-  workers: int | None = None
-  # Copy summary, table and figure to experiments/results/dense_precision.
-  publish: bool = False
   config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
     steps=20, seed=100, save_every=100
   )

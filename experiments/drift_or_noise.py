@@ -100,7 +100,7 @@ RESULTS = pathlib.Path(__file__).parent / 'results' / 'drift_or_noise'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DriftOrNoise:
+class DriftOrNoise(grid.Options):
   """Clip, TIS and decoupled x no mask, TRM-max, random mask, under noise, drift and both.
 
   Ends with tables, effects paired by seed and corrected for their number, a figure, a verdict.
@@ -109,14 +109,6 @@ class DriftOrNoise:
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/drift_or_noise')
-  # Continue where it was interrupted; finished runs are only read.
-  resume: bool = False
-  # Independent repetitions: warm start, data order and sampling.
-  seeds: int = 2
-  # Worker processes; None = one per core on a CPU, one in all on an accelerator.
-  workers: int | None = None
-  # Copy summary, table and figure to experiments/results/drift_or_noise.
-  publish: bool = False
   config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
     steps=20, seed=100, save_every=100
   )

@@ -24,6 +24,20 @@ LEVEL = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+  """How a grid is run; each experiment adds its directory and configuration."""
+
+  # Continue where it was interrupted; finished runs are only read.
+  resume: bool = False
+  # Independent repetitions: warm start, data order and sampling.
+  seeds: int = 2
+  # Worker processes; None = one per core on a CPU, one in all on an accelerator.
+  workers: int | None = None
+  # Copy summary, table and figure to the folder experiments/results.
+  publish: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
   """One mismatch, or one way to train: what it changes of the configuration, and its arms."""
 

@@ -60,7 +60,7 @@ RESULTS = pathlib.Path(__file__).parent / 'results' / 'reuse'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reuse:
+class Reuse(grid.Options):
   """Clip, TRM-max, decoupled, and TRM-max on top of the two, at 1, 4 and 8 updates a rollout.
 
   Ends with tables, effects paired by seed and corrected for their number, a figure, a verdict.
@@ -69,14 +69,6 @@ class Reuse:
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/reuse')
-  # Continue where it was interrupted; finished runs are only read.
-  resume: bool = False
-  # Independent repetitions: warm start, data order and sampling.
-  seeds: int = 2
-  # Worker processes; None = one per core on a CPU, one in all on an accelerator.
-  workers: int | None = None
-  # Copy summary, table and figure to experiments/results/reuse.
-  publish: bool = False
   config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
     steps=20, seed=100, save_every=100, fleet=fleet.Fleet(engine=ENGINE)
   )
