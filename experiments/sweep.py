@@ -167,7 +167,9 @@ def main(
   """Measures what is missing, then writes, prints and draws; `name` is the folder of results."""
   if isinstance(args, Trained):
     about = dataclasses.asdict(dataclasses.replace(args, hosts=processes.Hosts()))
-    processes.join(args.hosts, about, devices=math.prod(sharding.parse_mesh(args.config.mesh)))
+    devices = math.prod(sharding.parse_mesh(args.config.mesh))
+    processes.join(args.hosts, about, devices=devices)
+    sharding.simulate_devices(devices)  # before the look at the directory uses any
   command.check_directory(args.directory, resume=args.resume)
   cells = measure(args)
   if jax.process_index() != 0:
