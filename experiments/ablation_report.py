@@ -312,4 +312,4 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
   axis.set_title(f'Whose doing is it? True harm names {first}', fontsize=10)
   axis.legend(fontsize=9, loc='lower right')
   axis.grid(axis='x', alpha=0.2)
-  return figures._save(figure, path)
+  return figures.save(figure, path)

@@ -287,7 +287,7 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
     axis.legend(fontsize=7, loc='upper left')
     axis.grid(alpha=0.2)
   axes[0].set_ylabel(f'bound on |Error|, delta = {summary["options"]["delta"]:g} nats')
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: BoundsTable) -> None:

@@ -148,8 +148,8 @@ def fit(preset: presets.Preset, *, points: int = 60, draws: int = 4000) -> float
   return math.sqrt(low * high)
 
 
-def _contexts(args: CalibratePresets, number: int, rng: np.random.Generator):
-  """Scores [ROWS, SLOTS, V] of some contexts; the confidences stratified over all of them."""
+def contexts(args: CalibratePresets, number: int, rng: np.random.Generator):
+  """Scores [ROWS, SLOTS, V] float32 of one call's contexts; confidences stratified over all."""
   c, weight = confidences(200)
   place = (np.arange(number * ROWS * SLOTS, (number + 1) * ROWS * SLOTS) + 0.5) / args.contexts
   # An odd step through the strata, so that each call sees every confidence.
@@ -179,7 +179,7 @@ def run(args: CalibratePresets, preset: presets.Preset, progress, done: int) -> 
   rng, key = np.random.default_rng(args.seed), jax.random.key(args.seed)
   parts = []
   for number in range(args.contexts // (ROWS * SLOTS)):
-    scores = _contexts(args, number, rng)
+    scores = contexts(args, number, rng)
     parts.append(_run(scores, jax.random.fold_in(key, number), preset.engine.heavy_tail))
     progress.update(done + number + 1)
   kl, tv, log_ratio, logp = (np.concatenate([np.ravel(p[i]) for p in parts]) for i in range(4))
@@ -352,7 +352,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
   axes[2].set_yticks(rows, names)
   axes[2].set(title='Reproduced / published - 1')
   axes[2].legend(fontsize=8)
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: CalibratePresets) -> None:

@@ -385,7 +385,7 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
     )
   for axis in axes:
     axis.grid(alpha=0.2)
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: CertificateCoverage) -> None:

@@ -146,14 +146,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: DensePrecision) -> None:
   """Runs what is missing, then reports."""
-  command.check_directory(args.directory, resume=args.resume)
-  found = grid.run(
-    args.config, SETTINGS, seeds=args.seeds, directory=args.directory, workers=args.workers
-  )
-  summary = summarise(found, args.config)
-  parts = [grid.table_of_arms(summary), grid.table_of_effects(summary), verdict(summary)]
-  to = RESULTS if args.publish else None
-  report.write(args.directory, summary, parts, draw_figure, publish_to=to)
+  grid.main(args, SETTINGS, summarise, verdict, draw_figure, results=RESULTS)
 
 
 if __name__ == '__main__':

@@ -258,4 +258,4 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
   for axis in axes.flat:
     axis.grid(alpha=0.2)
     axis.legend(fontsize=7)
-  return figures._save(figure, path)
+  return figures.save(figure, path)

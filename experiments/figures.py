@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 COLOURS = ['#4c566a', '#bf616a', '#d08770', '#b48ead', '#2e7d32', '#5e81ac', '#8f8f8f']
 
 
-def _save(figure, path: pathlib.Path) -> pathlib.Path:
+def save(figure, path: pathlib.Path) -> pathlib.Path:
+  """Writes a figure whole or not at all, and closes it."""
   figure.tight_layout()
   partial = path.with_suffix('.partial.png')
   figure.savefig(partial, dpi=130)
@@ -19,7 +20,8 @@ def _save(figure, path: pathlib.Path) -> pathlib.Path:
   return path
 
 
-def _line(axis, curve, colour, label=None, floor=None):
+def band(axis, curve, colour, label=None, floor=None):
+  """A curve of means over seeds with a band of one standard error."""
   mean = curve['mean']
   axis.plot(curve['step'], mean, color=colour, label=label, linewidth=1.6)
   if all(e is not None and e == e for e in curve['se']):
@@ -56,16 +58,16 @@ def run(metrics: list[dict[str, float]], path: pathlib.Path, *, title: str) -> p
       axis.legend(fontsize=7)
     axis.grid(alpha=0.2)
   figure.suptitle(title, fontsize=9)
-  return _save(figure, path)
+  return save(figure, path)
 
 
 def stuck_replica(summary: dict, path: pathlib.Path) -> pathlib.Path:
   """Accuracy of each arm, what the broken engine's rows look like, what TRM keeps."""
   figure, axes = plt.subplots(1, 3, figsize=(13, 3.9))
   for colour, (name, arm) in zip(COLOURS, summary['arms'].items(), strict=False):
-    _line(axes[0], arm['curves']['accuracy/sampled'], colour, name)
+    band(axes[0], arm['curves']['accuracy/sampled'], colour, name)
     if arm['curves']['kl/engine1']['step'] and arm['strength'] > 0:
-      _line(axes[1], arm['curves']['kl/engine1'], colour, name, floor=1e-4)
+      band(axes[1], arm['curves']['kl/engine1'], colour, name, floor=1e-4)
   axes[0].set(
     title='Accuracy of the trained policy',
     xlabel='RL step',
@@ -98,4 +100,4 @@ def stuck_replica(summary: dict, path: pathlib.Path) -> pathlib.Path:
   axes[2].legend(fontsize=7)
   for axis in axes:
     axis.grid(alpha=0.2)
-  return _save(figure, path)
+  return save(figure, path)

@@ -9,14 +9,14 @@ effects of an experiment at once.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
 
-from experiments import arms, figures, report
+from experiments import arms, command, figures, report
 from trm_jax import train
 
 # An effect is called separated below this corrected p.
@@ -289,4 +289,24 @@ def draw(summary: dict, path: pathlib.Path, *, control: str, looks) -> pathlib.P
     middle.legend(fontsize=6, loc='upper left')
     for axis in (top, middle, low):
       axis.grid(alpha=0.2)
-  return figures._save(figure, path)
+  return figures.save(figure, path)
+
+
+def main(
+  args: Options,
+  settings: Sequence[Setting],
+  summarise: Callable[[dict[str, report.Metrics], train.Config], dict],
+  verdict: Callable[[dict], str],
+  draw: Callable[[dict, pathlib.Path], pathlib.Path],
+  *,
+  results: pathlib.Path,
+) -> None:
+  """Runs what is missing, then writes, prints and draws; `results` is where it is published."""
+  command.check_directory(args.directory, resume=args.resume)
+  found = run(
+    args.config, settings, seeds=args.seeds, directory=args.directory, workers=args.workers
+  )
+  summary = summarise(found, args.config)
+  parts = [table_of_arms(summary), table_of_effects(summary), verdict(summary)]
+  to = results if args.publish else None
+  report.write(args.directory, summary, parts, draw, publish_to=to)

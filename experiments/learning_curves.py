@@ -209,12 +209,12 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
   )
   for axis, (name, found) in zip(axes[0], tables.items(), strict=True):
     for accuracy, colour in zip(ACCURACIES, (4, 0), strict=True):
-      figures._line(axis, found['curves'][accuracy], figures.COLOURS[colour], accuracy)
+      figures.band(axis, found['curves'][accuracy], figures.COLOURS[colour], accuracy)
     axis.set(title=f'{name}, up to {found["tokens"]} tokens', xlabel='RL step', ylim=(0, 1.02))
     axis.grid(alpha=0.2)
   axes[0, 0].set_ylabel('accuracy, held-out prompts')
   axes[0, 0].legend(fontsize=8, loc='lower right')
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: LearningCurves) -> None:

@@ -265,7 +265,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
   note = f'One limit: set at T = {options["anchor"]}.\nLower row: {MAIN} noise; rules'
   note += f'\nthat keep more than {target / 2:g} without drift.'
   axes[1, 3].text(0.03, 0.12, note, fontsize=9, transform=axes[1, 3].transAxes)
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: LengthBias) -> None:

@@ -166,4 +166,4 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
     axis.set_yticks([-i for i in range(len(table))], list(table), fontsize=8)
     axis.set(title=f'RL at {name}', xlabel='final accuracy, sampled (dotted: start)')
     axis.grid(alpha=0.2)
-  return figures._save(figure, path)
+  return figures.save(figure, path)

@@ -23,8 +23,6 @@ chip: what a perfect overlap would reach. Nothing here is a measured time.
 
 import collections
 import dataclasses
-import json
-import os
 import pathlib
 import re
 import time
@@ -32,7 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments import abstract_step, chips, command, compiled, products
+from experiments import abstract_step, chips, command, compiled, plan_report, products, report
 from trm_jax import policy, qwen3, sharding, stores
 from trm_jax.types import InputError
 
@@ -332,89 +330,6 @@ def plan(options: Command, say=lambda text: None) -> dict[str, Any]:
   return result
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-  """The plan in words, one figure a line with its source."""
-  gib = lambda x: f'{x / GIB:.3f} GiB'
-  out = [
-    f'{found["model"]} ({found["layers"]} layers) on {found["topology"]} as {found["mesh"]}:'
-    f' {found["rows"]} rows of {found["seq"]} a device of DATA, {found["microbatches"]}'
-    f' micro-batches, store {found["store"]}; figures are those of one device',
-    f'  parameters   {gib(found["parameter_bytes"])}  float32, shapes and layouts',
-    f'  optimizer    {gib(found["optimizer_bytes"])}  float32, shapes and layouts',
-  ]
-  if 'refused' in found:
-    refused = found['refused']
-    out += [
-      f'  train        DOES NOT FIT: needs {gib(refused["needed"])} of {gib(refused["available"])}'
-      f'  compiler: {refused["why"]}',
-      f'               {found["remedy"]}',
-    ]
-  if 'decode_refused' in found:
-    refused = found['decode_refused']
-    out.append(f'  decode       DOES NOT FIT: {refused["why"]}')
-  for name in ('train', 'decode'):
-    if name not in found:
-      continue
-    step = found[name]
-    room = f' of {gib(step["available"])} published' if 'available' in step else ''
-    out += [
-      f'{name} step, compiled for {step["compiled_for"]}',
-      f'  memory       {gib(step["used"])}{room}: arguments {gib(step["arguments"])}, temporaries'
-      f' {gib(step["temporaries"])}  compiler',
-      f'  products     {step["flops"] / 1e12:.3f} TFLOP, {step["flops_by_passes"] / 1e12:.3f} in'
-      ' bfloat16 passes  jaxpr',
-      f'  traffic      {gib(step["traffic"])}  text, estimate',
-    ]
-    for kind, entry in step['collectives'].items():
-      out.append(f'  {kind}: {entry["count"]} times, {gib(entry["bytes"])} sent  text')
-    once = ', '.join(f'{k} {v:.4g}' for k, v in step['once'].items() if v is not None)
-    out.append(f'  {once}  once')
-    if 'estimate' in step:
-      out.append(f'  estimate     {step["estimate"]:.4g} s  cycles')
-    if 'bound' in step:
-      parts = ', '.join(f'{k} {v:.4g} s' for k, v in step['bound'].items())
-      out.append(
-        f'  bound        {step["seconds"]:.4g} s ({parts}), {step["tokens_a_second"]:,.0f} tokens/s'
-        ' of all devices  published peaks'
-      )
-  return out
-
-
-def markdown(plans: list[dict[str, Any]]) -> str:
-  """The README's table."""
-  head = (
-    '| model | chips | mesh | rows a device | HBM GiB | wire bytes a token | bound of a step s |'
-    ' estimate s | tokens/s at the bound |\n| --- | --- | --- | --: | --: | --: | --: | --: | --: |'
-  )
-  rows = [head]
-  for found in plans:
-    about = f'| {found["model"]} | {found["topology"]} | {found["mesh"]} | {found["rows"]} |'
-    if 'refused' in found:
-      refused = found['refused']
-      needed, room = refused['needed'] / GIB, refused['available'] / GIB
-      rows.append(f'{about} does not fit: {needed:.1f} of {room:.1f} | | | | |')
-      continue
-    step = found['train']
-    estimate = f'{step["estimate"]:.2f}' if 'estimate' in step else '-'
-    rows.append(
-      f'{about} {step["used"] / GIB:.1f} | {step["wire_bytes_a_token"]:,.0f} |'
-      f' {step["seconds"]:.2f} | {estimate} | {step["tokens_a_second"]:,.0f} |'
-    )
-  return '\n'.join(rows)
-
-
-def save(path: pathlib.Path | None, found: Any) -> None:
-  """Writes the figures, whole or not at all."""
-  if path is None:
-    return
-  partial = path.with_name(path.name + '.tmp')
-  with open(partial, 'w') as file:
-    file.write(json.dumps(found, indent=2) + '\n')
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(partial, path)
-
-
 def main(options: Command) -> None:
   """Plans, prints, saves."""
   if options.save is not None and not options.save.parent.is_dir():
@@ -422,8 +337,9 @@ def main(options: Command) -> None:
   say = lambda text: print(text, flush=True)
   if not options.table:
     found = plan(options, say)
-    print('\n'.join(lines(found)))
-    save(options.save, found)
+    print('\n'.join(plan_report.lines(found)))
+    if options.save is not None:
+      report.write_json(options.save, found)
     return
   plans = []
   for model in ('qwen3-8b', 'qwen3-30b-a3b'):
@@ -432,8 +348,9 @@ def main(options: Command) -> None:
         options, model=model, topology=topology, mesh=mesh, rows=options.samples, decode=False
       )
       plans.append(plan(one, say))
-      save(options.save, plans)
-  print(markdown(plans))
+      if options.save is not None:
+        report.write_json(options.save, plans)
+  print(plan_report.markdown(plans))
 
 
 if __name__ == '__main__':

@@ -23,6 +23,14 @@ def shown(value: dict[str, float], sign: bool = False) -> str:
   return mean if error is None or math.isnan(error) else f'{mean} ± {error:.3f}'
 
 
+def brief(value: dict[str, float], digits: int = 2) -> str:
+  """'0.0084 ± 0.0006' in significant digits; the mean alone without an error, '-' for NaN."""
+  if math.isnan(value['mean']):
+    return '-'
+  error = '' if math.isnan(value['se']) else f' ± {value["se"]:.1g}'
+  return f'{value["mean"]:.{digits}g}{error}'
+
+
 def last(metrics: list[dict[str, float]], name: str) -> float:
   """The last recorded value of a metric."""
   return next(row[name] for row in reversed(metrics) if name in row)
@@ -68,7 +76,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return '\n'.join([line(cells[0]), rule, *[line(r) for r in cells[1:]]])
 
 
-def write_json(path: pathlib.Path, value: dict) -> pathlib.Path:
+def write_json(path: pathlib.Path, value: dict | list) -> pathlib.Path:
   """Strict JSON (NaN as null), written whole or not at all."""
 
   def strict(x):

@@ -29,22 +29,15 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from experiments import command, figures, report, sweep
+from experiments import command, report, sweep
+from experiments import routing_report as rr
 from trm_jax import policy, sampling, sharding, train, trust_region
 from trm_jax.mismatch import measurements, router_statistics, routing
 from trm_jax.types import InputError
 
-MARGINS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-# The trainer's routes: its own, the rollout's experts, the rollout's experts and weights.
-SIDES = {
-  'own': 'own routes',
-  'experts': 'experts replayed',
-  'weights': 'experts and weights replayed',
-}
 CONFIG = train.Config(
   steps=0,
   prompts=24,
@@ -145,7 +138,7 @@ def cell_program(args: RoutingFlips, program: train.Program):
 
     given = jnp.array([[False, False], [True, False], [True, True]])
     seen, arrays = jax.lax.map(side, given)
-    found = {name: jax.tree.map(lambda x, i=i: x[i], seen) for i, name in enumerate(SIDES)}
+    found = {name: jax.tree.map(lambda x, i=i: x[i], seen) for i, name in enumerate(rr.SIDES)}
     own, routes, scores = (x[0] for x in arrays)
     used, fed = sharding.reshard((rollout.routes, router_statistics.fed_slots(rollout)))
     differs = (jnp.sort(used, -1) != jnp.sort(routes, -1)).any((-1, -2))
@@ -158,7 +151,10 @@ def cell_program(args: RoutingFlips, program: train.Program):
     return found | {
       'flips': router_statistics.flips(used, routes, fed),
       'margins': router_statistics.margins(
-        scores, fed, experts_per_token=config.policy.experts_per_token, thresholds=MARGINS
+        scores,
+        fed,
+        experts_per_token=config.policy.experts_per_token,
+        thresholds=rr.MARGINS,
       ),
       'kl_flipped': mean(here),
       'kl_others': mean(valid & ~here),
@@ -233,20 +229,20 @@ def summarise(args: RoutingFlips, cells: dict) -> dict:
       'rate': by_size(_rate),
       'any_layer': by_size(lambda c: c['flips']['any_layer']),
       'exponent': powers(_rate),
-      'kl': {side: by_size(_kl(side)) for side in SIDES},
+      'kl': {side: by_size(_kl(side)) for side in rr.SIDES},
       'kl_exponents': {side: powers(_kl(side)) for side in ('own', 'experts')},
       'p99': by_size(lambda c: c['own']['kl']['quantiles'][measurements.QUANTILES.index(0.99)]),
       'largest': by_size(lambda c: c['own']['kl']['largest']),
       'tail': by_size(lambda c: c['own']['tail']['index']),
       'log_ratio': by_size(lambda c: c['own']['log_ratio']),
-      'kept': {side: by_size(lambda c, side=side: c[side]['kept']) for side in SIDES},
+      'kept': {side: by_size(lambda c, side=side: c[side]['kept']) for side in rr.SIDES},
       'left': by_size(lambda c: c['experts']['kl']['mean'] / c['own']['kl']['mean']),
       'flipped_times': by_size(lambda c: c['kl_flipped'] / c['kl_others']),
       'margins': [
         sweep.over_seeds(
           cells, names[0], lambda c, i=i: 1 - float(np.mean(c['margins']['exceed'], 0)[i])
         )
-        for i in range(len(MARGINS))
+        for i in range(len(rr.MARGINS))
       ],
     }
   base = args.shapes[0].replace(':', 'k')
@@ -280,178 +276,9 @@ def summarise(args: RoutingFlips, cells: dict) -> dict:
   }
 
 
-def _shown(x: dict[str, float], digits: int = 2) -> str:
-  return '-' if math.isnan(x['mean']) else f'{x["mean"]:.{digits}g} ± {x["se"]:.1g}'
-
-
-def table_by_size(summary: dict) -> str:
-  """The first shape against noise."""
-  shape, found = next(iter(summary['shapes'].items()))
-  rows = []
-  for i, size in enumerate(summary['sizes']):
-    row = [f'{size:g}', _shown(found['rate'][i]), _shown(found['any_layer'][i])]
-    row += [_shown(found['kl'][side][i]) for side in SIDES]
-    row += [_shown(found[name][i]) for name in ('p99', 'largest', 'tail', 'flipped_times')]
-    row += [_shown(found['kept'][side][i]) for side in ('own', 'experts')]
-    rows.append(row)
-  head = ['noise, logits', 'routers that differ', 'tokens with a flip']
-  head += [f'mean KL, {label}' for label in SIDES.values()]
-  head += ['p99', 'largest', 'tail index', 'KL of flipped tokens / others']
-  head += [f'TRM-max at {summary["limit"]:g} keeps', 'the same, experts replayed']
-  return f'{shape} (experts:top-k), noise in all layers:\n\n{report.table(head, rows)}'
-
-
-def _near(found: dict) -> int:
-  """The size whose flip rate is nearest to the published 10 %."""
-  return int(np.argmin([abs(math.log(max(x['mean'], 1e-9) / 0.1)) for x in found['rate']]))
-
-
-def table_by_shape(summary: dict) -> str:
-  """Every shape at the noise whose flip rate is nearest to 10 %, the published one."""
-  rows = []
-  for shape, found in summary['shapes'].items():
-    i = _near(found)
-    row = [shape, _shown(found['exponent'], 3), f'{summary["sizes"][i]:g}']
-    row += [_shown(found[name][i]) for name in ('rate', 'any_layer')]
-    row += [_shown(found['kl']['own'][i]), _shown(found['left'][i])]
-    row += [_shown(found[name][i]) for name in ('tail', 'largest')]
-    rows.append(row)
-  head = ['experts:top-k', 'flip rate grows like noise to the', 'at noise', 'routers that differ']
-  head += [
-    'tokens with a flip',
-    'mean KL',
-    'left with experts replayed',
-    'tail index',
-    'largest KL',
-  ]
-  return report.table(head, rows)
-
-
-def table_by_layer(summary: dict) -> str:
-  """Noise in one layer alone."""
-  depth = summary['depth']
-  names = ('own_layer', 'elsewhere', 'kl', 'per_flip', 'left')
-  rows = [[str(n), *(_shown(depth[name][n]) for name in names)] for n in range(len(depth['kl']))]
-  head = ['layer with noise', 'its routers that differ', 'flips it causes elsewhere, a token']
-  head += ['mean KL', 'KL for each flip', 'left with experts replayed']
-  shape = next(iter(summary['shapes']))
-  return f'{shape}, noise {summary["alone"]:g} in one layer:\n\n{report.table(head, rows)}'
-
-
-def verdict(summary: dict) -> str:
-  """Near-ties, replay, depth."""
-  shapes = summary['shapes']
-  off = [s for s, f in shapes.items() if not abs(f['exponent']['mean'] - 1) <= 0.25]
-  some = '; '.join(f'{s}: {_shown(f["exponent"], 3)}' for s, f in shapes.items())
-  lines = [
-    f'Flip rate grows like the noise to the {some}. Claim that flips are near-ties:'
-    f' {"yes" if not off else "NO for " + ", ".join(off)}'
-  ]
-  worst = {
-    s: max(f['left'], key=lambda x: x['mean'] if math.isfinite(x['mean']) else -1)
-    for s, f in shapes.items()
-  }
-  failing = [s for s, x in worst.items() if x['mean'] >= 0.5]
-  left = {s: f['left'][_near(f)]['mean'] for s, f in shapes.items()}
-  lines.append(
-    f'Near 10 % of flips, replayed experts leave {100 * min(left.values()):.0f} to'
-    f' {100 * max(left.values()):.0f} % of the mean KL (published: about half); over all noises at'
-    f' most {100 * max(x["mean"] for x in worst.values()):.0f} %. Claim that other experts make the'
-    f' mismatch: {"yes" if not failing else "NO for " + ", ".join(failing)}'
-  )
-  lead = summary['depth']['log_lead']
-  if lead['mean'] > 2 * lead['se']:
-    says = 'yes'
-  else:
-    says = 'NO, the last' if lead['mean'] < -2 * lead['se'] else 'not separated'
-  lines.append(
-    f'A flip in the first layer harms {math.exp(lead["mean"]):.2f} times as much as one in the last'
-    f' (log factor {_shown(lead)}). Claim that the first harms more: {says}'
-  )
-  base = next(iter(shapes.values()))
-  i = _near(base)
-  lines.append(
-    f'At {100 * base["rate"][i]["mean"]:.0f} % of routers'
-    f' {100 * base["any_layer"][i]["mean"]:.0f} % of the tokens have a flip in some of'
-    f' {len(summary["depth"]["kl"])} layers; mean KL {_shown(base["kl"]["own"][i])} nats, tail'
-    f' index {_shown(base["tail"][i])}'
-  )
-  own, replayed = (base['kl_exponents'][side] for side in ('own', 'experts'))
-  lines.append(
-    f'Below 10 % of flips mean KL grows like the noise to the {_shown(own, 3)} with own routes, as'
-    f' the number of flips does, and to the {_shown(replayed, 3)} with experts replayed'
-  )
-  kept, after = (base['kept'][side][i] for side in ('own', 'experts'))
-  lines.append(
-    f'Where TRM loses: there TRM-max at {summary["limit"]:g} nats keeps'
-    f' {100 * kept["mean"]:.0f} % of the rows, and {100 * after["mean"]:.0f} % once experts are'
-    ' replayed: mending the mismatch keeps what a mask would throw away'
-  )
-  lines.append(f'{summary["seeds"]} seeds, policies after the warm start alone')
-  return '\n'.join(f'- {text}.' for text in lines)
-
-
-PARTS = (table_by_size, table_by_shape, table_by_layer, verdict)
-
-
-def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
-  """Flip rates; KL with and without replay; what a flip costs by layer."""
-  figure, axes = plt.subplots(1, 4, figsize=(19, 4.5))
-  sizes, shapes = summary['sizes'], summary['shapes']
-  colours = [figures.COLOURS[i] for i in (4, 5, 1, 2, 3, 0, 6)]
-  for colour, (shape, found) in zip(colours, shapes.items(), strict=False):
-    label = f'{shape}: noise^{found["exponent"]["mean"]:.2f}'
-    style = dict(color=colour, markersize=4)
-    rates = [x['mean'] for x in found['rate']]
-    axes[0].plot(sizes, rates, 'o-', label=label, **style)
-    ties = [x['mean'] for x in found['margins']]
-    axes[1].plot(MARGINS, ties, 'o-', label=shape, **style)
-  axes[0].axhline(0.1, color='black', linewidth=0.9, linestyle=':')
-  axes[0].text(sizes[0], 0.112, 'published for a 30B MoE', fontsize=8)
-  axes[0].set(xscale='log', yscale='log', xlabel='noise on router scores, logits')
-  axes[0].set_title('Routers that differ (experts:top-k)', fontsize=10)
-  axes[0].legend(fontsize=8)
-  axes[1].set(xscale='log', yscale='log', xlabel='margin, logits', ylim=(None, 1.3))
-  axes[1].set_title('Share of routers with a smaller top-k margin', fontsize=10)
-  axes[1].legend(fontsize=8)
-  for colour, (shape, found) in zip(colours, shapes.items(), strict=False):
-    for side, style in (('own', '-'), ('experts', '--')):
-      curve = [x['mean'] for x in found['kl'][side]]
-      label = f'{shape}: {SIDES[side]}' if colour == colours[0] else None
-      axes[2].plot(sizes, curve, f'o{style}', color=colour, label=label, markersize=4)
-  base, first = next(iter(shapes.items()))
-  axes[2].set(xscale='log', yscale='log', xlabel='noise on router scores, logits')
-  left = [100 * found['left'][_near(found)]['mean'] for found in shapes.values()]
-  axes[2].set_title(
-    f'Mean KL: replay leaves {min(left):.0f} to {max(left):.0f} % near 10 % flips', fontsize=10
-  )
-  axes[2].legend(fontsize=8)
-  depth = summary['depth']
-  layers = np.arange(len(depth['kl']))
-  axes[3].bar(
-    layers,
-    [x['mean'] for x in depth['per_flip']],
-    yerr=[x['se'] for x in depth['per_flip']],
-    color=figures.COLOURS[1],
-    width=0.6,
-  )
-  for n, x in enumerate(depth['elsewhere']):
-    height = depth['per_flip'][n]['mean'] + depth['per_flip'][n]['se']
-    axes[3].annotate(f'{x["mean"]:.2g}', (n, 1.02 * height), ha='center', fontsize=8)
-  axes[3].set_xticks(layers)
-  axes[3].margins(y=0.12)
-  axes[3].set(xlabel='the one layer with noise', ylabel='nats')
-  axes[3].set_title(
-    f'Mean KL for each flip there ({base}); above: flips it causes later', fontsize=9
-  )
-  for axis in axes:
-    axis.grid(alpha=0.2)
-  return figures._save(figure, path)
-
-
 def main(args: RoutingFlips) -> None:
   """Measures what is missing, then reports."""
-  sweep.main(args, measure, summarise, PARTS, draw, name='routing_flips')
+  sweep.main(args, measure, summarise, rr.PARTS, rr.draw, name='routing_flips')
 
 
 if __name__ == '__main__':

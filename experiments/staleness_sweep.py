@@ -340,7 +340,7 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
     axis.set_xticks(ages, [str(age) for age in ages])
     axis.minorticks_off()
     axis.grid(alpha=0.2)
-  return figures._save(figure, path)
+  return figures.save(figure, path)
 
 
 def main(args: StalenessSweep) -> None:

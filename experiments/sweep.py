@@ -225,7 +225,7 @@ def snapshots(
       directory, loop.settings(program, ages=list(ages)), resume=True, keep=1
     ) as record,
   ):
-    found = record.restore(loop._abstract([params] * len(ages)))
+    found = record.restore(loop.abstract([params] * len(ages)))
     if found:
       return found[1]
     state = program.start(params, jax.random.fold_in(jax.random.key(config.seed), 2))

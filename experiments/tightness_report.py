@@ -186,4 +186,4 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
     axis.grid(alpha=0.2)
     if axis is not axes[0, 1]:
       axis.legend(fontsize=8)
-  return figures._save(figure, path)
+  return figures.save(figure, path)

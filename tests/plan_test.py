@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import abstract_step, chips, compiled, plan
+from experiments import abstract_step, chips, compiled, plan, plan_report
 from trm_jax import sharding
 from trm_jax.types import InputError
 
@@ -235,7 +235,7 @@ def test_the_table_says_what_does_not_fit():
   refused = {'needed': 30 * GIB, 'available': 15.75 * GIB, 'why': 'x'}
   about = {'model': 'A', 'topology': 'v5e:2x4', 'mesh': '4,2', 'rows': 8}
   step = {'used': 8 * GIB, 'wire_bytes_a_token': 1234.5, 'seconds': 2.0, 'tokens_a_second': 5e4}
-  table = plan.markdown([about | {'refused': refused}, about | {'train': step}])
+  table = plan_report.markdown([about | {'refused': refused}, about | {'train': step}])
   assert 'does not fit: 30.0 of 15.8' in table
   assert '| 8.0 | 1,234 | 2.00 | - | 50,000 |' in table
   assert len({line.count('|') for line in table.splitlines()}) == 1

@@ -13,16 +13,18 @@ import pytest
 
 from experiments import decoding_filters as df
 from experiments import estimators as es
+from experiments import estimators_report as er
+from experiments import filters_report, precision_report, routing_report, sweep
 from experiments import precision_ladder as pl
 from experiments import routing_flips as rf
 from experiments import staleness_sweep as st
-from experiments import sweep
 from trm_jax import divergences, enumeration, loop, oracle, policy, train
 from trm_jax.mismatch import decoding, fleet, measurements, precision
 from trm_jax.types import InputError
 
 BROKEN = train.Config(fleet=fleet.Fleet(broken_samples=1))
 WARM = train.Config(temperature=0.5)
+REPORTS = {df: filters_report, es: er, pl: precision_report, rf: routing_report}
 
 
 @pytest.mark.parametrize(
@@ -186,12 +188,13 @@ def test_a_raw_surrogate_has_the_true_gradient_on_policy_and_no_ratios_elsewhere
 def said(module, args, cells, tmp_path=None):
   """The verdict, once tables (and the figure, given a place) are made of the same summary."""
   summary = {'seeds': args.seeds} | module.summarise(args, cells)
-  for part in module.PARTS:
+  said = REPORTS.get(module, module)
+  for part in said.PARTS:
     assert 'nan' not in part(summary)
   if tmp_path:
-    path = module.draw(summary, tmp_path / 'figure.png')
+    path = said.draw(summary, tmp_path / 'figure.png')
     assert matplotlib.image.imread(path).std() > 0.05
-  return module.verdict(summary)
+  return said.verdict(summary)
 
 
 def seeded(names, of, seeds=3):
@@ -348,8 +351,8 @@ def test_estimators_say_what_was_planted(tmp_path):
     draw = np.random.default_rng(seed)
     log = -6 + 1.5 * draw.normal(size=4000)
     values = {'exact': np.exp(log)}
-    values |= {name: np.exp(log + noise * (draw.normal(size=4000) - 1)) for name in es.SAMPLED}
-    for k in es.KEEP:
+    values |= {name: np.exp(log + noise * (draw.normal(size=4000) - 1)) for name in er.SAMPLED}
+    for k in er.KEEP:
       values |= {f'lower K={k}': np.exp(log - 1e-5), f'upper K={k}': np.exp(log + 1e-5)}
     return es.judge(args, values, seed)
 
@@ -380,7 +383,7 @@ def test_the_largest_of_a_row_grows_with_it_and_rates_are_by_the_exact_decision(
 
 def test_a_whole_run_of_estimators_and_its_bounds_hold(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(es, 'KEEP', (1, 64))  # half of the compilation
-  few = tuple(n for n in es.ESTIMATORS if not n.endswith(('=4', '=16')))
+  few = tuple(n for n in er.ESTIMATORS if not n.endswith(('=4', '=16')))
   monkeypatch.setattr(es, 'ESTIMATORS', few)
   args = es.Estimators(
     directory=tmp_path,
@@ -397,7 +400,7 @@ def test_a_whole_run_of_estimators_and_its_bounds_hold(monkeypatch, tmp_path, ca
   for name in ('summary.json', 'table.md', 'figure.png'):
     assert (tmp_path / name).stat().st_size > 100
   values = es.bank(args, es.EVERY, 0)
-  for k in es.KEEP:
+  for k in er.KEEP:
     assert (values[f'lower K={k}'] <= values['exact'] + 1e-7).all()
     assert (values['exact'] <= values[f'upper K={k}'] + 1e-7).all()
   # Normal noise of standard deviation s on every score: KL about s^2 / 2.

@@ -81,7 +81,7 @@ def whole(tmp_path_factory, start):
 def final_state(path, start):
   with jax.set_mesh(program().mesh), recording.open_run(path, about(), resume=True) as record:
     state = program().start(start, jax.random.key(0))
-    step, state, meta = record.restore(loop._abstract(state))
+    step, state, meta = record.restore(loop.abstract(state))
   return step, [np.asarray(x).tobytes() for x in jax.tree.leaves(plain(state))], meta
 
 
@@ -259,7 +259,7 @@ def test_non_finite_loss_stops_names_step_and_rows_and_keeps_the_checkpoint(tmp_
     loop.run(dataclasses.replace(good, step=poisoned), path, start, progress=Watch())
   assert recording.read_metrics(path / 'metrics.jsonl')[-1]['step'] == 3
   with jax.set_mesh(good.mesh), recording.open_run(path, about(), resume=True) as record:
-    step, state, _ = record.restore(loop._abstract(good.start(start, jax.random.key(0))))
+    step, state, _ = record.restore(loop.abstract(good.start(start, jax.random.key(0))))
   assert step == 2
   assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
 

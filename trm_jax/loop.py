@@ -66,7 +66,7 @@ def _held_out(program: Program):
   return rows(next(prompts(program, 'validation', count, seed=0, shuffle=False)))
 
 
-def _abstract(tree):
+def abstract(tree):
   """Shapes, dtypes and layouts of a tree: what a checkpoint is restored into."""
   mesh = jax.sharding.get_mesh()
 
@@ -108,7 +108,7 @@ def warm_start(
     params = program.init(jax.random.fold_in(key, 0))
     state = (params, jax.jit(program.pretrain_optimizer.init)(params))
     data = prompts(program, 'train', chosen.batch, seed=config.seed)
-    start, found = 0, record.restore(_abstract(state))
+    start, found = 0, record.restore(abstract(state))
     if found:
       start, state, meta = found
       data.set_state(meta['data'])
@@ -189,7 +189,7 @@ def run(
     data = prompts(program, 'train', config.prompts, seed=config.seed + 1)
     held_out, eval_key = _held_out(program), jax.random.fold_in(key, 3)
     # Restored before anything is dispatched, so that a damaged checkpoint costs no compile.
-    start, found = 0, record.restore(_abstract(state))
+    start, found = 0, record.restore(abstract(state))
     if found:
       start, state, meta = found
       data.set_state(meta['data'])
