@@ -28,6 +28,7 @@ from jaxtyping import Array
 from benchmarks import divergences, measure
 from experiments import command
 from trm_jax import blocks, brackets, linear_head
+from trm_jax.types import InputError
 
 NAIVE, REMAT = 'naive', 'remat, 128-row chunks'
 STORED, ALONE = 'ours, rollout logits', 'ours, log-probs alone'
@@ -225,6 +226,8 @@ def goals(measured: measure.Measured, distance: dict[str, float]) -> list[measur
 
 def main(options: Command) -> None:
   """Prints a table and the goals of every case."""
+  if options.width < 1:
+    raise InputError(f'width={options.width} must be at least 1.')
   records, bases = [], (NAIVE, ALONE)
   case_of = functools.partial(Case, width=options.width)
   for measured, distance in measure.run(options, inputs, forms, IN_CHILD, judge, case_of):

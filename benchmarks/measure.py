@@ -109,16 +109,21 @@ class Goal(NamedTuple):
     return f'{met}  {self.text}: {show(self.value)}, at most {show(self.limit)}'
 
 
+def check_save(path: pathlib.Path | None) -> None:
+  """Raises InputError for a file that could not be saved at the end."""
+  if path is not None and not path.absolute().parent.is_dir():
+    raise InputError(f'save={path} lies in no folder that exists; make it first.')
+
+
 def cases(command: Command, of: Callable[..., Case] = Case) -> list[Case]:
   """All combinations, smallest size first as given. Raises InputError before any compute."""
   if command.rounds < 1:
     raise InputError(f'rounds={command.rounds} must be at least 1; 15 or more give stable medians.')
-  if command.save is not None and not command.save.absolute().parent.is_dir():
-    raise InputError(f'save={command.save} lies in no existing directory; create it first.')
+  check_save(command.save)
   found = []
   for size in command.sizes:
     if not (match := re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', size)):
-      raise InputError(f'sizes={size} must read NxV, positions x vocabulary, as in 2048x32768.')
+      raise InputError(f'sizes={size!r} must read NxV, positions x vocabulary, as in 2048x32768.')
     n, v = map(int, match.groups())
     found += [of(positions=n, vocabulary=v, dtype=dtype) for dtype in command.dtypes]
   return found

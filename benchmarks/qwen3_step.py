@@ -155,8 +155,11 @@ def measure(options: Command) -> dict[str, Any]:
   models = {model.name: model for model in qwen3.MODELS}
   if options.model not in models:
     raise InputError(f'model={options.model!r} is not one of {", ".join(models)}.')
-  if options.rows < 1 or options.length < 2:
-    raise InputError(f'rows={options.rows} must be at least 1 and length={options.length} 2.')
+  for name, least in (('rows', 1), ('length', 2)):
+    if getattr(options, name) < least:
+      raise InputError(f'{name}={getattr(options, name)} must be at least {least}.')
+  if options.save is not None and not options.save.absolute().parent.is_dir():
+    raise InputError(f'save={options.save} lies in no folder that exists; make it first.')
   model = models[options.model]
   config = configure(model, options.dtype)
   sizes = (model.vocab_size, options.rows, options.length)

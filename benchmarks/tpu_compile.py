@@ -264,7 +264,8 @@ def line(found: dict[str, Any]) -> list[str]:
 def main(sizes: Command) -> None:
   for name in sizes.chips:
     if name not in CHIPS:
-      raise InputError(f'chips={name} is not known; choose from {", ".join(CHIPS)}.')
+      raise InputError(f'chips={name!r} is not one of {", ".join(CHIPS)}.')
+  measure.check_save(sizes.save)
   chips.without_a_tpu()
   records = []
   for name in sizes.chips:

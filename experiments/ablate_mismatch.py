@@ -94,11 +94,16 @@ class AblateMismatch(sweep.Trained):
         )
     if len(set(self.sources)) != len(self.sources) or len(self.sources) < 2:
       raise InputError(f'sources={self.sources} must name two or more sources, each once.')
-    attribution.half(len(self.sources)) if self.half else attribution.full(len(self.sources))
+    if self.half and len(self.sources) < 5:
+      raise InputError(
+        f'half needs 5 sources or more to tell pairs apart, but sources={self.sources}: leave out'
+        ' --half.'
+      )
+    attribution.full(len(self.sources))
     if not 0 < self.limit < math.inf:
       raise InputError(f'limit={self.limit} must be > 0 and finite.')
     if self.config.fleet != fl.Fleet():
-      raise InputError('fleet has no effect here: describe the engine by --engine.* instead.')
+      raise InputError('fleet has no effect here: pass --engine.* in place of --fleet.*.')
     super().__post_init__()
     if self.served.staleness.steps > self.config.steps:
       raise InputError(
@@ -112,7 +117,8 @@ class AblateMismatch(sweep.Trained):
         f'engine.routing.capacity={self.served.routing.capacity} lets rows affect each other, which'
         ' the enumerated policy cannot have; leave it out.'
       )
-    fl.Fleet(engine=self.served).check(self.config.policy, self.config.samples)
+    self.served.routing.check(self.config.policy)
+    self.served.reporting.check(self.config.samples)
 
   @property
   def served(self) -> fl.Engine:

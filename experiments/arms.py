@@ -140,8 +140,13 @@ def run_all(
   for name, value in (('seeds', seeds), ('workers', workers)):
     if value is not None and value < 1:
       raise InputError(f'{name}={value} must be at least 1.')
-  if config.method != method.Method():
-    raise InputError(f'method={config.method} has no effect here: every arm brings its own.')
+  plain = dataclasses.asdict(method.Method())
+  for name, value in dataclasses.asdict(config.method).items():
+    if value != plain[name]:
+      raise InputError(
+        f'method.{name}={value} has no effect here, as every arm brings its own method; leave out'
+        ' --method.*.'
+      )
   train.build(config, tuple(arm.method for arm in arms))  # bad input is found here, not in workers
   workers = default_workers() if workers is None else workers
   tasks.prepare(tasks.load(config.task), config.data_dir)

@@ -81,9 +81,11 @@ class CalibratePresets:
   def __post_init__(self):
     for name in self.names:
       if not presets.named(name).statistic:
-        raise InputError(f'names: {name!r} is a mechanism, with no published number to fit.')
+        raise InputError(
+          f'names holds {name!r}, a mechanism with no published number to fit: leave it out.'
+        )
     if 'moe_vllm_bf16' not in self.names:
-      raise InputError("names must hold 'moe_vllm_bf16', whose table is shown.")
+      raise InputError(f"names={self.names} must hold 'moe_vllm_bf16', whose table is shown.")
     if self.vocabulary < 1024:
       raise InputError(f'vocabulary={self.vocabulary} must be at least 1024.')
     if self.contexts < ROWS * SLOTS or self.contexts % (ROWS * SLOTS):

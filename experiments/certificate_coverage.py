@@ -236,7 +236,8 @@ def summarise(args: CertificateCoverage) -> dict:
   made = known_pairs.scenarios(args.seed)
   made = [it for it in made if not args.only or any(part in it.name for part in args.only)]
   if not made:
-    raise InputError(f'only={args.only} fits no scenario; see the table of a whole run.')
+    known = ', '.join(it.name for it in known_pairs.scenarios(args.seed))
+    raise InputError(f'only={args.only} is part of no name of a scenario: {known}.')
   progress = recording.Progress(len(made) * len(args.sizes), 'scenarios x sizes')
   found, key, done = {}, jax.random.key(args.seed), 0
   for number, it in enumerate(made):

@@ -84,8 +84,8 @@ def mesh(topology: str, data: int, model: int) -> jax.sharding.Mesh:
   chip, count = parse(topology)
   if data * model != count:
     raise InputError(
-      f'mesh={data},{model} has {data * model} devices and topology={topology} {count}: choose a'
-      ' mesh that uses all.'
+      f'mesh={data},{model} has {data * model} devices, but topology={topology} has {count}: choose'
+      ' a mesh that uses all.'
     )
   if chip == 'cpu':
     sharding.simulate_devices(count)

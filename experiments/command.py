@@ -56,8 +56,8 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
     ) from error
   if found and not resume:
     raise InputError(
-      f'directory={directory} already holds {found[0]!r}; pass --resume to continue it or choose'
-      ' another directory.'
+      f'directory={directory} already holds {found[0]!r}; choose another directory, or pass'
+      ' --resume if it is a run of this command that you want to continue.'
     )
   processes.sync('looked')  # nobody writes before everybody has looked
 

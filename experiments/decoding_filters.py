@@ -107,7 +107,9 @@ class DecodingFilters(sweep.Trained):
     for name in fr.KINDS:
       for value in self.settings(name):
         if name == 'temperature' and value == 1:
-          raise InputError('temperature=1 is no filter; leave it out.')
+          raise InputError(
+            f'temperatures={self.temperatures} holds 1, which is no filter; leave it out.'
+          )
         decoding.Decoding(**{name: value})
     decoding.Decoding(top_p=self.ordered_p)
     for value in self.ordered_temperature:
@@ -118,8 +120,8 @@ class DecodingFilters(sweep.Trained):
       raise InputError(f'limit={self.limit} must be > 0 and finite.')
     if self.config.temperature != 1:
       raise InputError(
-        f'temperature of training={self.config.temperature} must be 1 here: the sweep moves the'
-        " engine's."
+        f'temperature={self.config.temperature} must be 1 here, as the sweep moves that of the'
+        ' engine: use --temperatures.'
       )
 
   def settings(self, kind: str) -> tuple[float, ...]:

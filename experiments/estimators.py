@@ -72,7 +72,9 @@ class Estimators(sweep.Cells):
     super().__post_init__()
     for name in self.names:
       if not presets.named(name).statistic:
-        raise InputError(f'names: {name!r} is a mechanism, with no noise of its own to draw.')
+        raise InputError(
+          f'names holds {name!r}, a mechanism with no noise of its own to draw: leave it out.'
+        )
     _ = self.mix  # refuses sizes that cannot be
     if self.vocabulary <= max(er.KEEP):
       raise InputError(f'vocabulary={self.vocabulary} must be above {max(er.KEEP)}.')

@@ -22,6 +22,7 @@ chip: what a perfect overlap would reach. Nothing here is a measured time.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import pathlib
 import re
@@ -55,8 +56,10 @@ class Command:
   prompt: int = 1024
   # Samples of a prompt: its rows stay on one device of DATA, in one micro-batch.
   samples: int = 8
-  # Rows of one micro-batch on a device of DATA; None = the most that fit.
+  # Rows of one micro-batch on a device of DATA; None = how many fit, from two programs.
   rows: int | None = None
+  # Also compile the most rows that the line through two programs promises.
+  verify: bool = False
   # Micro-batches of a step.
   microbatches: int = 1
   # What the rollout keeps of each distribution; see trm_jax/stores.py.
@@ -85,9 +88,10 @@ def settings(options: Command) -> tuple[qwen3.Model, policy.PolicyConfig]:
   models = {model.name.lower(): model for model in qwen3.MODELS}
   if options.model.lower() not in models:
     raise InputError(f'model={options.model!r} is not one of {", ".join(models)}.')
-  for name in ('samples', 'microbatches', 'top', 'prompt'):
-    if getattr(options, name) < 1:
-      raise InputError(f'{name}={getattr(options, name)} must be at least 1.')
+  for name in ('samples', 'microbatches', 'top', 'prompt', 'layers'):
+    value = getattr(options, name)
+    if value is not None and value < 1:
+      raise InputError(f'{name}={value} must be at least 1.')
   if options.seq <= options.prompt:
     raise InputError(f'seq={options.seq} must be larger than prompt={options.prompt}.')
   if options.rows is not None and (options.rows < 1 or options.rows % options.samples):
@@ -174,27 +178,38 @@ def used(found) -> float:
   return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def largest(attempt, limit: float, say=lambda text: None) -> tuple[int, Any]:
-  """(most groups of rows that fit, their program), or (0, why not even one does).
+class Largest(NamedTuple):
+  """The most groups of rows that were compiled and fit, with their program.
 
-  Memory is taken to be linear in the rows: two programs give the line, a third verifies what
-  it promises; `attempt(groups)` compiles one. If the third does not fit, one group less is tried.
+  `groups` 0: not even one fits, and `found` says why. `promised` groups fit on the line through
+  two programs, None where the line says no more than was compiled.
   """
-  one = attempt(1)
+
+  groups: int
+  found: Any
+  promised: int | None = None
+
+
+def largest(attempt, limit: float, verify: bool = False) -> Largest:
+  """How many groups of rows fit; `attempt(groups)` compiles so many, two of them side by side.
+
+  Memory is taken to be linear in the rows: two programs give the line. With `verify` what it
+  promises is compiled too, and less where that does not fit.
+  """
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    one, two = pool.map(attempt, (1, 2))
   if isinstance(one, TooLarge):
-    return 0, one
-  two = attempt(2)
+    return Largest(0, one)
   if isinstance(two, TooLarge):
-    return 1, one
+    return Largest(1, one)
   slope = max(used(two) - used(one), 1.0)
-  guess = max(int((limit - used(one)) / slope) + 1, 2)
-  while guess > 2:
-    say(f'memory is {used(one) / GIB:.2f} GiB and {slope / GIB:.2f} more a group: trying {guess}')
+  guess = int((limit - used(one)) / slope) + 1
+  while verify and guess > 2:
     found = attempt(guess)
     if not isinstance(found, TooLarge):
-      return guess, found
+      return Largest(guess, found)
     guess = min(guess - 1, max(int(guess * limit / found.needed), 2))
-  return 2, two
+  return Largest(2, two, guess if guess > 2 else None)
 
 
 def figures(found, program: abstract_step.Program, options: Command, tokens: int) -> dict:
@@ -277,11 +292,15 @@ def plan(options: Command, say=lambda text: None) -> dict[str, Any]:
 
   def train(options, groups):
     rows = groups * options.samples
-    program = abstract_step.train(configuration, sizes_of(options, model.vocab_size, rows))
     say(f'compiling the train step: {rows} rows of {options.seq} a device of DATA ...')
     begun = time.perf_counter()
-    found = build(program)
-    say(f'  {time.perf_counter() - begun:.0f} s, {used(found) / GIB:.2f} GiB a device')
+    with jax.set_mesh(mesh):  # of this thread
+      found = build(abstract_step.train(configuration, sizes_of(options, model.vocab_size, rows)))
+    verb = 'would need' if isinstance(found, TooLarge) else 'needs'
+    say(
+      f'  {rows} rows: {time.perf_counter() - begun:.0f} s, {verb} {used(found) / GIB:.2f} GiB'
+      ' a device'
+    )
     return found
 
   with jax.set_mesh(mesh):
@@ -306,7 +325,9 @@ def plan(options: Command, say=lambda text: None) -> dict[str, Any]:
       groups = (options.rows or options.samples) // options.samples
       found = train(options, groups)
     else:
-      groups, found = largest(lambda n: train(options, n), memory, say)
+      groups, found, promised = largest(lambda n: train(options, n), memory, options.verify)
+      if promised:
+        result['promised_rows'] = promised * options.samples
     result['rows'] = max(groups, 1) * options.samples
     sizes = sizes_of(options, model.vocab_size, result['rows'])
     if isinstance(found, TooLarge):
@@ -333,7 +354,7 @@ def plan(options: Command, say=lambda text: None) -> dict[str, Any]:
 def main(options: Command) -> None:
   """Plans, prints, saves."""
   if options.save is not None and not options.save.parent.is_dir():
-    raise InputError(f'save={options.save} lies in no folder; make it or choose another.')
+    raise InputError(f'save={options.save} lies in no folder that exists; make it first.')
   say = lambda text: print(text, flush=True)
   if not options.table:
     found = plan(options, say)

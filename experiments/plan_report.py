@@ -15,6 +15,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     f'  parameters   {gib(found["parameter_bytes"])}  float32, shapes and layouts',
     f'  optimizer    {gib(found["optimizer_bytes"])}  float32, shapes and layouts',
   ]
+  if 'promised_rows' in found:
+    rows = found['promised_rows']
+    out.append(
+      f'  rows         {rows} should fit: the line through two programs, not compiled; --rows'
+      f' {rows} or --verify compiles it'
+    )
   if 'refused' in found:
     refused = found['refused']
     out += [

@@ -83,7 +83,7 @@ class RoutingFlips(sweep.Trained):
       found = re.fullmatch(r'(\d+):(\d+)', shape)
       if not found or not 1 <= int(found[2]) < int(found[1]):
         raise InputError(
-          f'shapes: {shape!r} is not experts:top-k with top-k below experts, as 8:2.'
+          f'shapes holds {shape!r}, which is not EXPERTS:TOP_K with 1 <= TOP_K < EXPERTS, e.g. 8:2.'
         )
 
   def of_shape(self, shape: str) -> train.Config:

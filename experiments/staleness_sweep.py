@@ -68,7 +68,10 @@ class StalenessSweep(sweep.Trained):
     if sorted(set(self.limits)) != list(self.limits) or not self.limits or self.limits[0] <= 0:
       raise InputError(f'limits={self.limits} must rise from above 0, e.g. .05 .2.')
     if self.config.epochs * self.config.minibatches > 1:
-      raise InputError('ages count optimizer steps: set epochs and minibatches to 1.')
+      raise InputError(
+        f'epochs={self.config.epochs} and minibatches={self.config.minibatches} must be 1 here, as'
+        ' ages count optimizer steps.'
+      )
 
 
 def cell_program(args: StalenessSweep, program: train.Program):

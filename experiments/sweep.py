@@ -83,7 +83,10 @@ class Trained(Cells):
   def __post_init__(self):
     super().__post_init__()
     if self.config.fleet != fleet.Fleet():
-      raise InputError('fleet has no effect here: the sweep itself says what the engine does.')
+      raise InputError(
+        'fleet has no effect here, as the sweep itself says what the engine does: leave out'
+        ' --fleet.*.'
+      )
 
   def about(self) -> dict[str, Any]:
     """What a continued sweep must agree on."""

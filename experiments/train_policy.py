@@ -68,13 +68,13 @@ class TrainPolicy:
 def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
   """The configuration with a checkpoint's architecture and without a warm start."""
   if config.policy != policy.PolicyConfig():
-    raise InputError(f'weights={folder} describes the policy itself: leave out --policy.*.')
+    raise InputError(f'weights={folder} brings the architecture itself: leave out --policy.*.')
   found, size = config_json.read(folder / 'config.json')
   task = tasks.load(config.task)
   if size != task.vocab_size:
     raise InputError(
-      f'weights={folder} has a vocabulary of {size}, task {task.name} one of {task.vocab_size}; use'
-      ' a task of its tokenizer (trm_jax/tasks/reasoning.py).'
+      f'weights={folder} has a vocabulary of {size}, task={config.task} one of {task.vocab_size};'
+      ' use a task of its tokenizer (trm_jax/tasks/reasoning.py).'
     )
   off = dataclasses.replace(config.warm_start, steps=0)
   return dataclasses.replace(config, policy=found, warm_start=off)
@@ -83,6 +83,7 @@ def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
 def main(args: TrainPolicy) -> None:
   """Warm start, RL, figure."""
   profile = timing.steps(args.profile) if args.profile is not None else None
+  timing.check(profile, args.config.steps)
   if args.compilation_cache is not None:
     command.cache(args.compilation_cache)
   about = dataclasses.asdict(dataclasses.replace(args, hosts=processes.Hosts()))

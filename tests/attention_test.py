@@ -119,6 +119,29 @@ def test_the_result_has_the_dtype_of_the_query(name):
   assert mixed.dtype == jnp.float32
 
 
+def products(jaxpr):
+  """dtypes of the operands of every matrix product in a jaxpr and the jaxprs inside it."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == 'dot_general':
+      yield tuple(v.aval.dtype.name for v in eqn.invars)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from products(inner)
+
+
+def test_bfloat16_is_multiplied_as_such_into_float32():
+  q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs())
+  got = compiled('block 5')(q, k, v, np.arange(LENGTH), START)
+  exact = [np.asarray(x, np.float64) for x in (q, k, v)]
+  want, sees = policy_oracle.attend(*exact, np.arange(LENGTH), START)
+  # Half a unit in the last place of weights and of the result, both at most 1 part in 256.
+  np.testing.assert_allclose(np.asarray(got, np.float32)[sees], want[sees], rtol=8e-3, atol=8e-3)
+  at = dict(slots=jnp.arange(LENGTH), start=jnp.asarray(START))
+  call = functools.partial(KERNELS['block 5'], **at)
+  assert set(products(jax.make_jaxpr(call)(q, k, v).jaxpr)) == {('bfloat16', 'bfloat16')}
+  mixed = jax.make_jaxpr(call)(q.astype(jnp.float32), k, v).jaxpr
+  assert set(products(mixed)) == {('float32', 'float32')}
+
+
 def arrays(jaxpr):
   """Shapes of every value in a jaxpr and the jaxprs inside it."""
   for eqn in jaxpr.eqns:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import types
 
 import jax
@@ -139,16 +140,31 @@ def fake(fixed, slope, limit):
 @pytest.mark.parametrize('slope, most', [(1, 90), (20, 4), (40, 2), (50, 1), (95, 0)])
 def test_the_most_rows_that_fit(slope, most):
   attempt, calls = fake(10, slope, 100)
-  groups, found = plan.largest(attempt, 100)
-  assert groups == most
+  groups, found, promised = plan.largest(attempt, 100)
+  assert sorted(calls) == [1, 2]
+  assert groups == min(most, 2) and promised == (most if most > 2 else None)
   assert isinstance(found, plan.TooLarge) == (most == 0)
-  assert len(calls) <= 3
+  attempt, calls = fake(10, slope, 100)
+  verified = plan.largest(attempt, 100, verify=True)
+  assert verified.groups == most and verified.promised is None
+  assert len(calls) == (3 if most > 2 else 2)
 
 
 def test_a_line_that_promises_too_much_is_not_believed():
   attempt, _ = fake(10, 20, 75)
-  groups, found = plan.largest(attempt, 100)  # the compiler needs some for itself
+  assert plan.largest(attempt, 100)[::2] == (2, 4)
+  groups, found, _ = plan.largest(attempt, 100, verify=True)  # the compiler needs some for itself
   assert groups == 3 and plan.used(found) == 70
+
+
+def test_two_programs_are_compiled_side_by_side():
+  both = threading.Barrier(2, timeout=60)  # breaks unless two threads come
+
+  def attempt(groups):
+    both.wait()
+    return fake(10, 20, 100)[0](groups)
+
+  assert plan.largest(attempt, 100).promised == 4
 
 
 TEXT = """

@@ -99,5 +99,5 @@ def test_bad_dials(bad, match):
 def test_bugs_that_need_more():
   with pytest.raises(types.InputError, match='scrambled=0.5 needs .* 2 or more samples .* not 1'):
     Reporting(scrambled=0.5).check(1)
-  with pytest.raises(types.InputError, match='shift=-40 must be smaller than length=40'):
+  with pytest.raises(types.InputError, match='shift=-40 must be smaller than the 40 slots'):
     report(shift=-40)

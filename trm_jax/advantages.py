@@ -34,7 +34,8 @@ def _pool_statistics(rewards, keep, group_size, pool):
     )
   if rewards.shape[0] % group_size:
     raise InputError(
-      f'{rewards.shape[0]} rows are not a multiple of group_size={group_size}; keep groups whole.'
+      f'rewards holds {rewards.shape[0]} rows, no multiple of group_size={group_size}: pass whole'
+      ' groups, the samples of a prompt side by side.'
     )
   r = jax.lax.stop_gradient(rewards.astype(jnp.float32)).reshape(-1, group_size)
   member = jnp.ones_like(r, bool) if pool in ('all', 'loo') else keep.reshape(r.shape)

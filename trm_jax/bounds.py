@@ -69,7 +69,10 @@ def real(name: str, value, length: int | None = None) -> Array:
     # NaN is wrong as well; a mean of ones may exceed 1 by its rounding.
     wrong = ~((seen >= 0) & (seen <= most + 1e-6))
     if wrong.any():
-      raise InputError(f'{name}={seen[wrong].flat[0]} must be in [0, {most}]; see trm_jax.bounds.')
+      raise InputError(
+        f'{name}={seen[wrong].flat[0]} must lie in [0, {most}]: the head of trm_jax/bounds.py says'
+        ' what each argument measures.'
+      )
   value = jnp.asarray(value)
   if not jnp.issubdtype(value.dtype, jnp.floating) or jnp.finfo(value.dtype).bits < 32:
     value = value.astype(jnp.result_type(float))
@@ -160,7 +163,9 @@ def to_range(bound: Real, *, low: float, high: float) -> Float[Array, '']:
 
 def width(low: float, high: float) -> float:
   if not -math.inf < low < high < math.inf:
-    raise InputError(f'The reward range [{low}, {high}] must be finite with low < high.')
+    raise InputError(
+      f'low={low} and high={high} must be finite with low < high: the range of the rewards.'
+    )
   return high - low
 
 

@@ -50,19 +50,25 @@ def _check_logits(name, logits, temperature):
 def _check_top(top, logits, size):
   ids, logp, tail = top.ids, top.logp, top.tail
   if ids.shape != logp.shape:
-    raise InputError(f'ids {ids.shape} and logp {logp.shape} differ in shape: one per token.')
+    raise InputError(
+      f'top.ids has shape {ids.shape} and top.logp {logp.shape}: give one log-prob for each id.'
+    )
   if not logp.shape[:-1] == tail.shape == logits.shape[:-1]:
-    shapes = f'policy_logits {logits.shape}, logp {logp.shape} and tail {tail.shape}'
+    shapes = f'policy_logits {logits.shape}, top.logp {logp.shape} and top.tail {tail.shape}'
     raise InputError(f'{shapes} differ in their leading shapes: pass the same positions.')
   if not 1 <= ids.shape[-1] <= size:
-    raise InputError(f'ids hold K={ids.shape[-1]} tokens: store 1 to {size}, the vocabulary.')
+    raise InputError(f'top.ids holds K={ids.shape[-1]} tokens: store 1 to {size}, the vocabulary.')
   for name, x in (('logp', logp), ('tail', tail)):
     if x.dtype != jnp.float32:
-      raise InputError(f'{name} is {x.dtype}: store float32, which the certified margin assumes.')
+      raise InputError(
+        f'top.{name} has dtype {x.dtype}: store float32, which the certified margin assumes.'
+      )
   if _known(tail):
     tail = np.asarray(tail)
     for value in tail[(tail < 0) | (tail > 1)][:1]:
-      raise InputError(f'tail={value} is no mass: pass the sum of the other probabilities.')
+      raise InputError(
+        f'top.tail={value} must lie in [0, 1]: pass the sum of the probabilities not stored.'
+      )
 
 
 def _log_probs(logits, temperature, axis_name):

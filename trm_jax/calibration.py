@@ -135,7 +135,8 @@ def conformal_max_limit(
   length should hold. The level is `conformal` on m rows, with maxima `largest` and `lengths`, other
   than those of `found`; acceptance is `target` over their mix of lengths, not at each of them, and
   less by up to a step of the tail's sample (.02 of rows with 40 values), which cannot tell apart
-  what lies between two of them.
+  what lies between two of them. NaN counts as the largest.
   """
+  largest = jnp.where(jnp.isnan(largest), jnp.inf, largest)
   level = -conformal(-_lengths(lengths) * found.exceedance(largest), target=target)
   return found.limit(jnp.maximum(level, 0) / _lengths(T))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import optax
@@ -28,9 +29,11 @@ class Optimizer:
   epsilon: float = 1e-6
 
   def __post_init__(self):
-    for name in ('learning_rate', 'clip', 'epsilon'):
-      if not getattr(self, name) > 0:
-        raise InputError(f'optimizer.{name}={getattr(self, name)} must be > 0.')
+    for name in ('learning_rate', 'epsilon'):
+      if not 0 < getattr(self, name) < math.inf:
+        raise InputError(f'optimizer.{name}={getattr(self, name)} must be > 0 and finite.')
+    if not self.clip > 0:
+      raise InputError(f'optimizer.clip={self.clip} must be > 0; inf = no clipping.')
     if self.warmup < 0:
       raise InputError(f'optimizer.warmup={self.warmup} must be >= 0.')
     if not 0 < self.b2 < 1:
@@ -54,12 +57,12 @@ class WarmStart:
   learning_rate: float = 4e-3
 
   def __post_init__(self):
-    if self.steps < 0 or self.batch < 1:
-      raise InputError(
-        f'warm_start.steps={self.steps} must be >= 0 and warm_start.batch={self.batch} >= 1.'
-      )
-    if not self.learning_rate > 0:
-      raise InputError(f'warm_start.learning_rate={self.learning_rate} must be > 0.')
+    if self.steps < 0:
+      raise InputError(f'warm_start.steps={self.steps} must be >= 0; 0 = no warm start.')
+    if self.batch < 1:
+      raise InputError(f'warm_start.batch={self.batch} must be at least 1.')
+    if not 0 < self.learning_rate < math.inf:
+      raise InputError(f'warm_start.learning_rate={self.learning_rate} must be > 0 and finite.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,15 +133,21 @@ class Config:
     ).split():
       if getattr(self, name) < 1:
         raise InputError(f'{name}={getattr(self, name)} must be at least 1.')
-    for name in ('steps', 'seed'):
-      if getattr(self, name) < 0:
-        raise InputError(f'{name}={getattr(self, name)} must be >= 0.')
+    if self.steps < 0:
+      raise InputError(f'steps={self.steps} must be >= 0.')
+    if not 0 <= self.seed < 2**32 - 1:  # the order of the data has the next one
+      raise InputError(f'seed={self.seed} must lie in 0..{2**32 - 2}.')
+    if self.response_length is not None and self.response_length < 1:
+      raise InputError(
+        f'response_length={self.response_length} must be at least 1; leave it out for the longest'
+        ' right answer of the task.'
+      )
     if self.samples < 2:
       raise InputError(
         f'samples={self.samples}: advantages compare the samples of a prompt; use at least 2.'
       )
-    if not self.temperature > 0:
-      raise InputError(f'temperature={self.temperature} must be > 0.')
+    if not 0 < self.temperature < math.inf:
+      raise InputError(f'temperature={self.temperature} must be > 0 and finite.')
     data, model = sharding.parse_mesh(self.mesh)
     parts = data * self.minibatches * self.microbatches
     if self.prompts % parts:
@@ -149,18 +158,21 @@ class Config:
     for name in ('eval_prompts', 'warm_start.batch'):
       value = functools.reduce(getattr, name.split('.'), self)
       if value % data:
-        raise InputError(f'{name}={value} must be a multiple of the {data} data devices of mesh.')
+        raise InputError(
+          f'{name}={value} must be a multiple of {data}, the DATA of mesh={self.mesh}.'
+        )
     shapes = dict(
       kv_heads=self.policy.kv_heads, mlp_width=self.policy.mlp_width, experts=self.policy.experts
     )
     for name, value in shapes.items():
       if value % model:
         raise InputError(
-          f'policy.{name}={value} must be a multiple of the {model} model devices of mesh.'
+          f'policy.{name}={value} must be a multiple of {model}, the MODEL of mesh={self.mesh}.'
         )
     if self.policy.width % data:
       raise InputError(
-        f'policy.width={self.policy.width} must be a multiple of the {data} data devices of mesh.'
+        f'policy.width={self.policy.width} must be a multiple of {data}, the DATA of'
+        f' mesh={self.mesh}.'
       )
     if self.store not in stores.STORES:
       raise InputError(f'store={self.store!r} is not one of {", ".join(stores.STORES)}.')
@@ -170,7 +182,8 @@ class Config:
       raise InputError(f'replay_routes={self.replay_routes!r} is not off, experts or weights.')
     if self.replay_routes != 'off' and self.policy.experts < 2:
       raise InputError(
-        f'replay_routes={self.replay_routes!r} needs experts to choose from: set policy.experts.'
+        f'replay_routes={self.replay_routes!r} needs experts to choose from, but policy.experts is'
+        f' {self.policy.experts}: set it to 2 or more.'
       )
     if self.replay_support and self.store != 'logits':
       raise InputError(
@@ -178,4 +191,7 @@ class Config:
         f" store={self.store!r} holds none; use store='logits'."
       )
     if self.fleet.stuck and self.fleet.history:
-      raise InputError('fleet holds a stuck and a stale engine: one run simulates one of the two.')
+      raise InputError(
+        f'fleet holds a stuck engine and one that is staleness.steps={self.fleet.history} behind:'
+        ' one run simulates one of the two; leave one out.'
+      )

@@ -35,6 +35,8 @@ def check(temperature, tokens=None, **logits) -> None:
   """
   first, expected = next(iter(logits.items()))
   for name, x in logits.items():
+    if not hasattr(x, 'dtype'):
+      raise InputError(f'{name} has type {type(x).__name__}: pass a jax or NumPy array.')
     if not jnp.issubdtype(x.dtype, jnp.floating):
       raise InputError(
         f'{name} has dtype {x.dtype}, but logits are real: pass float32 or bfloat16.'
@@ -56,6 +58,8 @@ def check(temperature, tokens=None, **logits) -> None:
         f'tokens has shape {tokens.shape}, but {first} {expected.shape} holds positions'
         f' {expected.shape[:-1]}; logits[:, t] must score tokens[:, t].'
       )
+  if jnp.ndim(temperature):
+    raise InputError(f'temperature has shape {temperature.shape}: pass one number for all rows.')
   if not isinstance(temperature, jax.core.Tracer) and not temperature > 0:
     raise InputError(f'temperature={temperature} must be > 0.')
 

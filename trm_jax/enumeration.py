@@ -291,7 +291,10 @@ def _check_values(made: World, possible: Bool[np.ndarray, 'S']) -> None:
     )
   weights = np.asarray(made.prompts)
   if not ((weights >= 0).all() and np.allclose(weights.sum(-1), 1, rtol=0, atol=1e-9)):
-    raise InputError(f'prompts={weights} must be probabilities >= 0 that sum to 1.')
+    raise InputError(
+      f'prompts has weights from {weights.min():.6g} on and sums up to {weights.sum(-1).max():.6g}:'
+      ' pass probabilities >= 0 that sum to 1.'
+    )
 
 
 def descend(

@@ -64,7 +64,8 @@ def _check(temperature, hidden, head, tokens, side='rollout', **rollout):
     pairs[f'{side}_hidden'] = (states, f'{side}_head', table)
   for name, (states, head_name, table) in pairs.items():
     if states is None or table is None:
-      raise InputError(f'{name} and {head_name} belong together: give both or neither.')
+      missing = name if states is None else head_name
+      raise InputError(f'{missing}=None: {name} and {head_name} belong together; give both.')
     if table.ndim != 2 or states.shape[-1:] != table.shape[1:]:
       raise InputError(
         f'{name} has shape {states.shape} and {head_name} {table.shape}: {head_name} must be [V, D]'

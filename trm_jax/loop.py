@@ -125,7 +125,8 @@ def warm_start(
         if not np.isfinite(loss):
           record.close()
           raise NonFiniteError(
-            f'warm start, step {step}: the loss is {float(loss)}; lower warm_start.learning_rate.'
+            f'warm start, step {step}: the loss is {float(loss)}; start again in another directory'
+            f' with warm_start.learning_rate below {chosen.learning_rate}.'
           )
         progress.update(step, loss=float(loss))
       if last or step % 250 == 0 or stop:
@@ -169,11 +170,7 @@ def run(
   (parameters and the last checkpoint stay good), Interrupted on a signal.
   """
   config = program.config
-  if profile and profile[1] > config.steps:
-    raise InputError(
-      f'profile={profile[0]}:{profile[1]} lies beyond the last step, {config.steps}: trace earlier'
-      ' steps or raise steps.'
-    )
+  timing.check(profile, config.steps)
   arm = arm or update.Arm()
   arm = update.Arm(jnp.int32(arm.method), jnp.float32(arm.strength))
   method = dataclasses.asdict(program.methods[int(arm.method)])
@@ -200,7 +197,8 @@ def run(
       )
     if profile and profile[0] <= start:
       raise InputError(
-        f'profile={profile[0]}:{profile[1]}: the run has done {start} steps; trace later ones.'
+        f'profile={profile[0]}:{profile[1]} begins before step {start + 1}, with which the run in'
+        f' {record.path} goes on; trace from there.'
       )
     progress = progress or _display(config.steps, label, start)
     trace = timing.Trace(profile, record.path / 'profile')
@@ -275,5 +273,6 @@ def _why_not_finite(step, scalars, flags, path) -> str:
   where = f'in rows {bad[:16]}' if bad else 'in the gradient only'
   return (
     f'step {step}: loss or gradient is not finite ({where}; loss {float(scalars["loss"])}). That'
-    f' update was not applied, and nothing of it was saved: checkpoints in {path} are good.'
+    f' update was not applied, and nothing of it was saved: checkpoints in {path} are good. Start'
+    ' again in another directory, with a lower optimizer.learning_rate for example.'
   )

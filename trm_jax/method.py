@@ -25,6 +25,7 @@ With scope='prefix' a row may be kept in part, up to its first context outside. 
 
 import dataclasses
 import functools
+import math
 import typing
 from typing import Literal
 
@@ -137,7 +138,10 @@ class Method:
     if not self.accept_floor >= 0:
       raise InputError(f'method.accept_floor={self.accept_floor} must be >= 0.')
     if self.accept is not None and self.max_kl is None:
-      raise InputError('method.accept needs method.max_kl as the first value of the limit.')
+      raise InputError(
+        f'method.accept={self.accept} needs method.max_kl as the first value of the limit: set it,'
+        ' e.g. to 0.05.'
+      )
     if self.random_mask and not self.limits:
       raise InputError(
         'method.random_mask keeps as many rows as a trust region would, but no limit is set: add'
@@ -183,8 +187,8 @@ class Method:
       )
     if not 0 <= self.clip_low <= 1:
       raise InputError(f'method.clip_low={self.clip_low} must lie in 0..1.')
-    if not self.kl_coefficient >= 0:
-      raise InputError(f'method.kl_coefficient={self.kl_coefficient} must be >= 0.')
+    if not 0 <= self.kl_coefficient < math.inf:
+      raise InputError(f'method.kl_coefficient={self.kl_coefficient} must be >= 0 and finite.')
 
   @property
   def limits(self) -> dict[str, float]:

@@ -81,7 +81,7 @@ def summarise(
   token = valid & finite
   kept = jnp.broadcast_to(keep if keep.ndim == 2 else keep[:, None], valid.shape)
   kept_token, part = token & kept, method.rows_kept(keep, valid)
-  keep = keep if keep.ndim == 1 else keep.all(-1)
+  keep = keep if keep.ndim == 1 else (keep | ~valid).all(-1)  # cuts may lie beyond the end
   broken = scored.engine > 0
   found = {
     'reward': scored.reward.mean(),

@@ -114,10 +114,16 @@ def patch(
   that follows. Raises InputError for a limit on a chi2 that is not given, and a horizon below T.
   """
   if chi2 is None and min(limits.max_chi2, limits.budget) < math.inf:
-    raise InputError('limits hold max_chi2 or budget, but chi2 is not given: pass it, [B, T].')
+    raise InputError(
+      f'chi2=None, but limits.max_chi2={limits.max_chi2} and limits.budget={limits.budget} are'
+      ' judged by it: pass chi2 [B, T], or leave these limits at inf.'
+    )
   horizon = valid.shape[1] if horizon is None else bounds.horizon(horizon)
   if horizon < valid.shape[1]:
-    raise InputError(f'horizon={horizon} is below the {valid.shape[1]} slots of the rows.')
+    raise InputError(
+      f'horizon={horizon} is shorter than the {valid.shape[1]} slots of a row: give the longest'
+      ' response.'
+    )
   inside = lambda x: jnp.where(valid, x, 0)
   log_ratio, kl, tv = inside(log_ratio), inside(kl), inside(tv)
   missing = ~jnp.isfinite(log_ratio).all(-1) | jnp.isnan(kl + tv).any(-1)
@@ -170,7 +176,7 @@ def l2_penalty(patched: Patched, *, scale: float | None = None) -> Penalty:
   """
   limits = patched.limits
   if limits.budget == math.inf:
-    raise InputError('l2_penalty needs limits with a finite budget: the largest sum of chi2.')
+    raise InputError('limits.budget=inf has no l2_penalty: set the largest sum of chi2.')
   whole = sharp_bounds.budget_l2(limits.budget).astype(patched.first.dtype)
   if limits.band == math.inf:
     return Penalty(jnp.full_like(patched.first, whole), whole)

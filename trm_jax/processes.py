@@ -54,10 +54,13 @@ class Hosts:
   def __post_init__(self):
     if self.patience < 1:
       raise InputError(f'patience={self.patience} must be at least 1 second.')
+    if self.processes is not None and self.processes < 1:
+      raise InputError(f'processes={self.processes} must be at least 1.')
     if None not in (self.processes, self.process_id):
       if not 0 <= self.process_id < self.processes:
         raise InputError(
-          f'process_id={self.process_id} must lie in [0, processes={self.processes}).'
+          f'process_id={self.process_id} must lie in 0..{self.processes - 1}, as there are'
+          f' processes={self.processes}.'
         )
 
 
@@ -71,7 +74,9 @@ def from_environment(hosts: Hosts) -> Hosts:
   for field, name in names.items():
     value, text = getattr(hosts, field), os.environ.get(name)
     if value is None and text is not None and not text.isdecimal():
-      raise InputError(f'{name}={text!r} must be a non-negative integer.')
+      raise InputError(
+        f'The environment variable {name}={text!r} must be an integer >= 0; set it so or unset it.'
+      )
     found[field] = int(text) if value is None and text is not None else value
   several = hosts.distributed or 'JAX_NUM_PROCESSES' in os.environ
   return dataclasses.replace(hosts, distributed=several, **found)
@@ -91,8 +96,14 @@ def join(hosts: Hosts, about: dict[str, Any], *, devices: int = 1) -> None:
   processes differ or cannot be found, TimeoutError where one does not come within the patience.
   """
   global _caught
-  hosts = from_environment(hosts)
+  typed, hosts = hosts, from_environment(hosts)
   if not hosts.distributed:
+    for name in ('coordinator', 'processes', 'process_id'):
+      if getattr(typed, name) is not None:
+        raise InputError(
+          f'{name}={getattr(typed, name)} has no effect on a process that runs alone: pass'
+          ' --distributed as well.'
+        )
     return
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   # Two programs in flight would share one connection and mix their messages.
@@ -113,7 +124,7 @@ def join(hosts: Hosts, about: dict[str, Any], *, devices: int = 1) -> None:
       )
     except ValueError as error:
       raise InputError(
-        f'--distributed finds no cluster ({error}) pass --coordinator HOST:PORT, --processes N and'
+        f'--distributed finds no cluster ({error}): pass --coordinator HOST:PORT, --processes N and'
         ' --process-id I, or use experiments.launch.local.'
       ) from error
   state = _jax_distributed.global_state

@@ -16,6 +16,7 @@ from trm_jax import types
 
 logger = logging.getLogger(__name__)
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+_SHOWN = 8  # differences that an error lists
 
 
 def found() -> dict:
@@ -61,10 +62,10 @@ def compare(path: pathlib.Path, config: dict) -> None:
     versions = differences({'versions': saved['versions']}, {'versions': program()['versions']})
     device = differences({'device': saved['device']}, {'device': _device()})
   except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise types.InputError(f'{path} is damaged ({error}); choose another directory') from error
+    raise types.InputError(f'{path} is damaged ({error}); choose another directory.') from error
   if differing:
     raise types.InputError(
-      f'{path} has another config: {differing}; pass the same or choose another directory'
+      f'{path} has another config: {differing}; pass the same or choose another directory.'
     )
   if versions:
     logger.warning('the resumed run is not promised to be bit-exact: %s', versions)
@@ -86,13 +87,16 @@ def _device() -> dict:
 
 
 def differences(then: dict, now: dict, words: str = 'was {} and is {}') -> str:
-  """'a.b was 1 and is 2, ...' for each entry of two nested dicts that is not the same in both."""
+  """'a.b was 1 and is 2, ...' for the entries of two nested dicts that are not the same in both;
+  of many the first few, and how many more."""
   then, now = _flat(then), _flat(now)
-  return ', '.join(
+  found = [
     f'{key} ' + words.format(repr(then.get(key, 'absent')), repr(now.get(key, 'absent')))
     for key in sorted(then.keys() | now.keys())
     if then.get(key, then) != now.get(key, now)
-  )
+  ]
+  more = [f'and {len(found) - _SHOWN} more'] if len(found) > _SHOWN else []
+  return ', '.join(found[:_SHOWN] + more)
 
 
 def _flat(tree: dict, prefix: str = '') -> dict:

@@ -55,7 +55,7 @@ def open_run(
   holds other files, a run (without resume) or a run with another config; OSError on a full disk.
   """
   if keep < 1:
-    raise types.InputError(f'keep={keep} must be at least 1')
+    raise types.InputError(f'keep={keep} must be at least 1.')
   path, config = pathlib.Path(directory).absolute(), _plain(config, 'config')
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -63,10 +63,13 @@ def open_run(
     tempfile.TemporaryFile(dir=path, suffix='.tmp').close()  # fails where nothing can be written
     multihost_utils.sync_global_devices('trm_jax_look')  # nobody writes before everybody has looked
     if names and 'config.json' not in names:
-      raise types.InputError(f'{path} holds other files ({names[0]}); choose an empty directory')
+      raise types.InputError(
+        f'directory={path} holds other files ({names[0]}); choose an empty directory.'
+      )
     if names and not resume:
       raise types.InputError(
-        f'{path} already holds a run; pass --resume to continue it or choose another directory'
+        f'directory={path} already holds a run; pass --resume to continue it or choose another'
+        ' directory.'
       )
     if names:
       provenance.compare(path / 'config.json', config)
@@ -77,11 +80,11 @@ def open_run(
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
       raise
     raise types.InputError(
-      f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another directory'
+      f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another directory.'
     ) from error
   multihost_utils.sync_global_devices('trm_jax_open')
   if not (path / 'config.json').exists():
-    raise types.InputError(f'directory={path} differs from host to host; choose one that all see')
+    raise types.InputError(f'directory={path} differs from host to host; choose one that all see.')
   _cut_back(path / 'metrics.jsonl', math.inf)
   return Run(path, keep)
 
@@ -105,7 +108,9 @@ class Run(contextlib.AbstractContextManager):
     values = {k: np.asarray(v).item() if np.size(v) == 1 else v for k, v in metrics.items()}
     for name, value in values.items():
       if name == 'step' or not isinstance(value, (int, float)):
-        raise types.InputError(f'metric {name}={value!r} must be a real scalar not called step')
+        raise types.InputError(
+          f'metric {name}={value!r:.200} must be a real scalar with a name other than step.'
+        )
     line = json.dumps(_strict({'step': step, **values}), allow_nan=False)
     with _clear_errors(self.path / 'metrics.jsonl') as path, open(path, 'a') as file:
       file.write(line + '\n')
@@ -125,11 +130,11 @@ class Run(contextlib.AbstractContextManager):
       return
     for name, leaf in leaves.items():
       if isinstance(leaf, np.generic) or np.size(leaf) == 0:  # orbax cannot read / write these
-        raise types.InputError(f'state{name}={leaf!r} cannot be saved; use a non-empty jax array')
+        raise types.InputError(f'state{name}={leaf!r} cannot be saved; use a non-empty jax array.')
     record = {'meta': meta, 'leaves': digests.records(state)}
     if json.loads(json.dumps(record, default=repr, skipkeys=True)) != record:
       raise types.InputError(
-        f'meta={meta!r} does not survive JSON; use str keys, lists, Python numbers and no NaN'
+        f'meta={meta!r:.200} does not survive JSON; use str keys, lists, Python numbers and no NaN.'
       )
     items = {'state': ocp.args.StandardSave(state)}
     items['meta'] = ocp.args.JsonSave(record | {'digest': _digest_json(record)})
@@ -137,7 +142,7 @@ class Run(contextlib.AbstractContextManager):
       saved = manager.save(step, args=ocp.args.Composite(**items))
     if not saved:
       newest = manager.latest_step()
-      raise types.InputError(f'step={step} is older than checkpoint {newest}; call restore first')
+      raise types.InputError(f'step={step} is older than checkpoint {newest}; call restore first.')
 
   def restore(self, abstract_state: Any) -> tuple[int, Any, dict] | None:
     """(step, state, meta) of the newest good checkpoint, None where there is none.
@@ -169,7 +174,9 @@ class Run(contextlib.AbstractContextManager):
       logger.warning('checkpoint %d of %s cannot be used (%s)', step, self.path, cause)
     if failed:
       causes = '; '.join(f'step {step}: {cause}' for step, cause in failed.items())
-      raise types.DamagedError(f'no checkpoint of {self.path} can be used: {causes}')
+      raise types.DamagedError(
+        f'no checkpoint of {self.path} can be used: {causes}; choose another directory.'
+      )
     self._restored = -1
     _cut_back(self.path / 'metrics.jsonl', -1)
     return None
@@ -257,7 +264,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
   if rows and rows[-1] is None:
     rows.pop()
   if None in rows:
-    raise types.InputError(f'{path}: line {rows.index(None) + 1} is broken; remove that line')
+    raise types.InputError(f'{path}: line {rows.index(None) + 1} is broken; remove that line.')
   special = {None: math.nan, 'inf': math.inf, '-inf': -math.inf}
   return [{name: special.get(value, value) for name, value in row.items()} for row in rows]
 
@@ -298,7 +305,9 @@ def _plain(value: Any, name: str) -> Any:
   try:
     return json.loads(json.dumps(_strict(value), allow_nan=False))
   except TypeError as error:
-    raise types.InputError(f'{name} cannot be written as JSON: {error}') from error
+    raise types.InputError(
+      f'{name} cannot be written as JSON ({error}); use str keys, lists, numbers and texts.'
+    ) from error
 
 
 def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:

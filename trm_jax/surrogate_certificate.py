@@ -95,7 +95,9 @@ def _leaving(patched: Patched, samples: int, alpha) -> Float[Array, '']:
   """
   budget = patched.limits.budget
   if budget == math.inf:
-    raise InputError('This certificate needs limits with a finite budget: the largest sum of chi2.')
+    raise InputError(
+      'limits.budget=inf certifies nothing: set the largest sum of chi2, as in prefixes.Limits.'
+    )
   left = by_prompt((~patched.kept | patched.missing).astype(patched.first.dtype), samples)
   r = -confidence.betting(-left, alpha=alpha, low=-1.0)
   return jnp.minimum(r + jnp.sqrt(r * math.expm1(min(budget, 80.0))), 1)

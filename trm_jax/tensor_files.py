@@ -23,7 +23,7 @@ def library(name: str):
     return importlib.import_module(name)
   except ImportError as error:
     raise InputError(
-      "Checkpoints need the package safetensors: install it with pip install 'trm_jax[weights]'."
+      "Checkpoints need the package safetensors: install it with pip install '.[weights]'."
     ) from error
 
 
@@ -43,8 +43,8 @@ class Files(contextlib.ExitStack):
       raise InputError(f'{path} is not there; fetch the checkpoint again.')
     if self._home is not None and path.resolve().parent != self._home:
       raise InputError(
-        f'{path} is a link out of its folder; copy the file there, or pass follow_links=True where'
-        ' the links are a download cache of your own.'
+        f'{path} is a link out of its folder; copy the folder with cp -rL, or pass'
+        ' follow_links=True to weights.load where the links are a download cache of your own.'
       )
     try:
       return self.enter_context(self._safetensors.safe_open(path, framework='numpy'))

@@ -19,6 +19,15 @@ def steps(text: str) -> tuple[int, int]:
   return int(first), int(last)
 
 
+def check(wanted: tuple[int, int] | None, last: int) -> None:
+  """Raises InputError for steps to trace beyond the last one of a run."""
+  if wanted and wanted[1] > last:
+    raise InputError(
+      f'profile={wanted[0]}:{wanted[1]} lies beyond the last step, {last}: trace earlier steps or'
+      ' raise steps.'
+    )
+
+
 class Trace:
   """A profiler trace of the steps first..last of a run; `None` traces nothing."""
 

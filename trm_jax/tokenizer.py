@@ -52,7 +52,7 @@ class Tokenizer:
     ids = [int(i) for i in ids]
     for i in ids:
       if i < 0 or self.backend.id_to_token(i) is None:
-        raise InputError(f'id {i} has no token in {self.folder / FILE}; it has no text.')
+        raise InputError(f'id {i} has no token in {self.folder / FILE}, so no text; leave it out.')
     return self.backend.decode(ids, skip_special_tokens=False)
 
   @functools.cached_property
@@ -73,7 +73,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
     library = importlib.import_module('tokenizers')
   except ImportError as error:
     raise InputError(
-      "Tokenizers need the package tokenizers: install it with pip install 'trm_jax[weights]'."
+      "Tokenizers need the package tokenizers: install it with pip install '.[weights]'."
     ) from error
   described = config_json.read_json(folder / FILE)
   try:

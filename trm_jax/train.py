@@ -67,16 +67,21 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
       f'response_length={length} is shorter than the longest right answer of task {task.name}'
       f' ({task.response_length} tokens): some prompts could never be solved; raise it.'
     )
+  config.fleet.check(config.policy, config.samples, config.store, length)
   data, model = sharding.parse_mesh(config.mesh)
   if task.vocab_size % (data * model):
     raise InputError(
-      f'mesh={config.mesh} does not divide the vocabulary of task {task.name} ({task.vocab_size}).'
+      f'mesh={config.mesh} has {data * model} devices, which do not divide the {task.vocab_size}'
+      f' tokens of task {task.name}; choose a mesh whose DATA times MODEL divides them.'
     )
   sharding.simulate_devices(data * model)
   mesh = sharding.make_mesh(data, model)
   methods = methods or (config.method,)
   if len({m.kl_coefficient for m in methods}) > 1:
-    raise InputError('method.kl_coefficient must be the same for all arms of one program.')
+    raise InputError(
+      f'method.kl_coefficient={sorted({m.kl_coefficient for m in methods})} must be the same in all'
+      ' methods of one program; build one program for each.'
+    )
   if config.microbatches > 1 and any(m.random_mask for m in methods):
     raise InputError(
       f'method.random_mask permutes over whole minibatches; use microbatches=1, not'

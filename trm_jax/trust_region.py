@@ -41,21 +41,36 @@ FEWEST = 8
 Criterion = Callable[[Divergences, Bool[Array, 'B T']], Bool[Array, 'B']]
 
 
+def _tokens(x: Array | None, valid: Array) -> Array:
+  """x [B, T] without its gradient; InputError where it is None or `valid` has another shape."""
+  if x is None:
+    raise InputError(
+      'This criterion reads the exact KL or TV, but divergences hold sampled log-probs alone: use'
+      ' max_k2, mean_k3, length_neutral or mean_deviation.'
+    )
+  if x.shape != valid.shape:
+    raise InputError(
+      f'valid has shape {valid.shape}, but there are tokens of shape {x.shape}: pass one flag for'
+      ' each token.'
+    )
+  return jax.lax.stop_gradient(x)
+
+
 def max_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B']:
   """Largest value over the valid tokens of each row; 0 for an empty row; NaN if one is NaN."""
-  x = jax.lax.stop_gradient(x)
+  x = _tokens(x, valid)
   return jnp.where(valid.any(-1), jnp.where(valid, x, -jnp.inf).max(-1), 0)
 
 
 def mean_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B']:
   """Mean over the valid tokens of each row (its true length); 0 for an empty row."""
-  x = jax.lax.stop_gradient(x)
+  x = _tokens(x, valid)
   return jnp.where(valid, x, 0).sum(-1) / jnp.maximum(valid.sum(-1), 1).astype(x.dtype)
 
 
 def sum_over_tokens(x: Float[Array, 'B T'], valid: Bool[Array, 'B T']) -> Float[Array, 'B']:
   """Sum over the valid tokens of each row; 0 for an empty row."""
-  return jnp.where(valid, jax.lax.stop_gradient(x), 0).sum(-1)
+  return jnp.where(valid, _tokens(x, valid), 0).sum(-1)
 
 
 def deviation(log_ratio: Float[Array, '*s']) -> Float[Array, '*s']:

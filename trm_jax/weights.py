@@ -244,16 +244,21 @@ def _entry(leaf, index):
 
 def _tensors(params, config):
   """All tensors of a checkpoint in its order. Raises InputError where a parameter does not fit."""
+  if not isinstance(params, dict) or not hasattr(params.get('embed'), 'shape'):
+    raise InputError("params has no array 'embed'; pass the params of policy.init or weights.load.")
   shapes = policy.shapes(config, params['embed'].shape[0])
   if jax.tree.structure(params) != jax.tree.structure(shapes):
-    raise InputError('params are not those of this config: other names; pass the config of init.')
+    raise InputError(
+      'params has other names than this config makes; pass the config of policy.init or'
+      ' weights.load.'
+    )
   found = []
   for path, place in _places(config).items():
     leaf, want = _at(params, path), _at(shapes, path).shape
     if leaf.shape != want:
       raise InputError(
         f'params[{"/".join(path)}] has shape {leaf.shape}, but this config makes it {want}; pass'
-        ' the config of init.'
+        ' the config of policy.init or weights.load.'
       )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       raise InputError(

@@ -93,7 +93,7 @@ def complete(
     )
   number = design @ (1 << np.arange(sources))
   if len(set(number.tolist())) < cells:
-    raise InputError('design holds a cell twice: average its responses first.')
+    raise InputError('design holds a cell twice: average its responses and keep one of them.')
   if cells == len(every):
     return responses[np.argsort(number)].astype(np.float64)
   terms = lambda on: np.stack(

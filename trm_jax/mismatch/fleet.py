@@ -79,14 +79,27 @@ class Fleet:
     parts = [(self.first, samples - self.broken_samples), (self.broken, self.broken_samples)]
     return [(engine, count) for engine, count in parts if count]
 
+  def _named(self, engine: Engine) -> str:
+    """How a setting of the engine is written, up to the source's name."""
+    if engine is self.engine:
+      return 'fleet.engine.'
+    return 'fleet.broken.' if engine is self.broken else f'fleet.preset={self.preset!r}: '
+
   def check(
-    self, config: policy.PolicyConfig, samples: int, store: sampling.Store = 'logits'
+    self,
+    config: policy.PolicyConfig,
+    samples: int,
+    store: sampling.Store = 'logits',
+    length: int | None = None,
   ) -> None:
     """Raises InputError where engines of this policy and so many samples a prompt cannot be so,
-    or where `store` cannot hold what they draw from."""
+    where `store` cannot hold what they draw from, or responses of `length` slots are too short."""
     for engine, count in self.shares(samples):
-      engine.routing.check(config)
-      engine.reporting.check(count)
+      try:
+        engine.routing.check(config)
+        engine.reporting.check(count, length)
+      except InputError as error:
+        raise InputError(f'{self._named(engine)}{error}') from error
       if store != 'hidden':
         continue
       if engine.staleness.switch is not None:

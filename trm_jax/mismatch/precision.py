@@ -26,6 +26,8 @@ from trm_jax.types import InputError
 
 FORMATS = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
 Rounding = Literal['nearest', 'stochastic']
+# Streams of a token's key.
+_INSIDE, _SCORES = 1_000_000, 4_000_000
 
 
 class _Grid(NamedTuple):
@@ -222,7 +224,7 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
   def bind(hooks, layer, keys, real):
     """Activations and cache draw apart; sites of a layer that have one shape share their noise."""
     of = lambda stream: jax.vmap(
-      jax.vmap(lambda k: jax.random.fold_in(k, 1_000_000 + 2 * layer + stream))
+      jax.vmap(lambda k: jax.random.fold_in(k, _INSIDE + 2 * layer + stream))
     )(keys)
     return dataclasses.replace(
       hooks,
@@ -232,7 +234,10 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
 
   def scores(x, keys):
     keyed = lambda stream: (
-      jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, stream)))(keys) if stochastic else None
+      # A key's first streams are those of its `split`, from which `heavy_tail` draws.
+      jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, _SCORES + stream)))(keys)
+      if stochastic
+      else None
     )
     if precision.logits is not None:
       x = rounding(precision.logits, keyed(0))(x)

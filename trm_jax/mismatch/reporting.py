@@ -43,7 +43,9 @@ class Reporting:
         f' prompt, not {samples}.'
       )
     if length is not None and abs(self.shift) >= length:
-      raise InputError(f'reporting.shift={self.shift} must be smaller than length={length}.')
+      raise InputError(
+        f'reporting.shift={self.shift} must be smaller than the {length} slots of a response.'
+      )
 
 
 def report(

@@ -73,12 +73,12 @@ class Routing:
     if any(self.flips) and config.experts_per_token == config.experts:
       raise InputError(
         f'routing.flips={self.flips} has no expert to flip to: policy.experts_per_token'
-        f'={config.experts} uses all of them.'
+        f'={config.experts} uses all of them; use fewer, or leave routing.flips out.'
       )
     if config.experts and len(self.flips) not in (0, 1, config.layers):
       raise InputError(
-        f'routing.flips holds {len(self.flips)} shares; give 1, or one for each of the'
-        f' {config.layers} layers.'
+        f'routing.flips holds {len(self.flips)} shares, but policy.layers={config.layers}: give 1,'
+        ' or one for each layer.'
       )
 
 

@@ -84,18 +84,18 @@ def load(module: str) -> Task:
 
   Raises InputError if there is no such module or no Task in it; an error inside the module stays.
   """
-  remedy = 'give the dotted name of an importable module that defines TASK = task.Task(...).'
+  remedy = 'give a module that defines TASK = task.Task(...), such as trm_jax.tasks.sorting.'
   if not all(part.isidentifier() for part in module.split('.')):
-    raise types.InputError(f'Task module {module!r} is not a dotted name: {remedy}')
+    raise types.InputError(f'task={module!r} is not a dotted name: {remedy}')
   try:
     found = importlib.import_module(module)
   except ModuleNotFoundError as error:
     if not f'{module}.'.startswith(f'{error.name}.'):
       raise
-    raise types.InputError(f'Task module {module!r} cannot be imported: {remedy}') from error
+    raise types.InputError(f'task={module!r} cannot be imported: {remedy}') from error
   task = getattr(found, 'TASK', None)
   if not isinstance(task, Task):
-    raise types.InputError(f'Task module {module!r} has TASK={task!r}: {remedy}')
+    raise types.InputError(f'task={module!r} has TASK={task!r:.80}: {remedy}')
   return task
 
 
