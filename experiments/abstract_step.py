@@ -148,7 +148,7 @@ def train(
     policy=configuration,
     samples=sizes.samples,
     temperature=1.0,
-    attention=attention.blockwise,
+    attention=attention.splash,
     microbatches=sizes.microbatches,
   )
 

@@ -37,8 +37,7 @@ def count(jaxpr, sizes: dict[str, int]) -> Products:
     elif name.startswith('ragged_dot'):
       total = total.plus(_ragged(step))
     elif name == 'pallas_call':
-      flops = float(step.params['cost_estimate'].flops)
-      total = total.plus(Products(flops, flops))
+      total = total.plus(_kernel(step, sizes))
     else:
       found = [count(inner, sizes) for inner in _inner(step)]
       if name == 'cond':  # one branch runs: the dearest
@@ -47,6 +46,15 @@ def count(jaxpr, sizes: dict[str, int]) -> Products:
       for x in found:
         total = total.plus(x.times(turns))
   return total
+
+
+def _kernel(step, sizes) -> Products:
+  """What a kernel says of itself; else its body on every cell of its grid, masked ones too."""
+  said = step.params['cost_estimate']
+  if said is not None:
+    return Products(float(said.flops), float(said.flops))
+  cells = math.prod(step.params['grid_mapping'].grid)
+  return count(step.params['jaxpr'], sizes).times(cells)
 
 
 def _inner(step):

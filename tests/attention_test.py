@@ -119,6 +119,81 @@ def test_the_result_has_the_dtype_of_the_query(name):
   assert mixed.dtype == jnp.float32
 
 
+def splash_case(kv_heads=1, rows=2):
+  """Two blocks of queries and of keys, the last cut; (q, k, v), slots, start, weight of queries."""
+  rng = np.random.default_rng(3)
+  draw = lambda heads: jnp.asarray(rng.normal(size=(rows, 131, heads, 128)), jnp.float32)
+  q, k, v = draw(2 * kv_heads), draw(kv_heads), draw(kv_heads)
+  slots, start = jnp.arange(131), jnp.asarray([0, 37, 130, 5])[:rows]
+  sees = slots[None, :, None, None] >= start[:, None, None, None]
+  return (q, k, v), slots, start, draw(2 * kv_heads) * sees
+
+
+def splash_loss(kernel):
+  def loss(qkv, weight, slots, start):
+    return (weight * kernel(*qkv, slots=slots, start=start)).sum()
+
+  return jax.jit(jax.value_and_grad(loss))
+
+
+def test_the_kernel_for_whole_rows_equals_the_definition():
+  kernel = functools.partial(attention.splash, interpret=True)
+  qkv, slots, start, weight = splash_case()
+  got, slopes = splash_loss(kernel)(qkv, weight, slots, start)
+  want, sees = policy_oracle.attend(*map(np.asarray, qkv), np.asarray(slots), np.asarray(start))
+  np.testing.assert_allclose(got, (want * weight)[sees].sum(), rtol=1e-5)
+  _, wanted = splash_loss(attention.plain)(qkv, weight, slots, start)
+  for x, y in zip(slopes, wanted, strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_kernel_is_the_same_on_a_mesh():
+  kernel = functools.partial(attention.splash, interpret=True)
+  qkv, slots, start, weight = splash_case(kv_heads=2, rows=4)
+  want, wanted = splash_loss(kernel)(qkv, weight, slots, start)
+  with jax.set_mesh(sharding.make_mesh(2, 2)):
+    place = lambda x: jax.device_put(x, P(sharding.DATA, None, sharding.MODEL))
+    placed, rows = tuple(map(place, qkv)), jax.device_put(start, P(sharding.DATA))
+    got, slopes = splash_loss(kernel)(placed, place(weight), slots, rows)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  for x, y in zip(slopes, wanted, strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+def test_what_the_kernel_cannot_do_goes_blockwise():
+  slots = np.arange(LENGTH, dtype=np.int32)
+  call = functools.partial(attention.splash, interpret=True)  # the kernel itself would refuse
+  for qkv, at in ((inputs(), slots), (inputs(queries=1), slots[:1] + 7)):
+    want = attention.blockwise(
+      *map(jnp.asarray, qkv), slots=jnp.asarray(at), start=jnp.asarray(START)
+    )
+    got = call(*map(jnp.asarray, qkv), slots=jnp.asarray(at), start=jnp.asarray(START))
+    np.testing.assert_array_equal(got, want)
+
+
+def precisions(jaxpr, inside=False):
+  """Precisions that the matrix products of kernels ask for."""
+  for eqn in jaxpr.eqns:
+    if inside and eqn.primitive.name == 'dot_general':
+      yield eqn.params['precision']
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from precisions(inner, inside or eqn.primitive.name == 'pallas_call')
+
+
+def test_the_kernel_never_asks_for_float32_products_of_bfloat16():
+  qkv, slots, start, _ = splash_case()
+  qkv = tuple(x.astype(jnp.bfloat16) for x in qkv)
+
+  def loss(qkv):
+    with jax.default_matmul_precision('float32'):  # as the policy does
+      return attention.splash(*qkv, slots=slots, start=start).astype(jnp.float32).sum()
+
+  found = list(precisions(jax.make_jaxpr(jax.grad(loss))(qkv).jaxpr))
+  assert len(found) == 9  # two forward, seven backward
+  assert set(found) == {(jax.lax.Precision.DEFAULT,) * 2}
+
+
 def products(jaxpr):
   """dtypes of the operands of every matrix product in a jaxpr and the jaxprs inside it."""
   for eqn in jaxpr.eqns:

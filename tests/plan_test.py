@@ -1,16 +1,18 @@
 """Plans: bytes by hand, what fits and what does not, figures read from a program's text."""
 
 import dataclasses
+import functools
 import json
 import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import abstract_step, chips, compiled, plan, plan_report
-from trm_jax import sharding
+from experiments import abstract_step, chips, compiled, plan, plan_report, products
+from trm_jax import attention, sharding
 from trm_jax.types import InputError
 
 GIB = 2**30
@@ -198,6 +200,15 @@ ENTRY %main (a: f32[4,8], b: f32[5,4,8]) -> f32[4,8] {
   ROOT %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
 }
 """
+
+
+def test_products_of_a_kernel_that_says_nothing_are_those_of_its_grid():
+  x = jax.ShapeDtypeStruct((3, 256, 1, 128), jnp.bfloat16)
+  at = dict(slots=jnp.arange(256), start=jnp.zeros(3, jnp.int32), block=128, interpret=True)
+  program = jax.make_jaxpr(functools.partial(attention.splash, **at))(x, x, x)
+  # Scores and mixture of every pair of a block of queries and one of keys.
+  wanted = 3 * 2 * 2 * 256 * 256 * 128
+  assert products.count(program.jaxpr, {}) == (wanted, wanted)
 
 
 def test_collectives_and_traffic_of_a_loop():

@@ -5,6 +5,10 @@
 Query t sits at slot slots[t] and sees key slots start[b] <= s <= slots[t]. A query before its row's
 start sees nothing; its output is finite and meaningless. `exponentials`, if given, is applied to
 exp(score - largest) wherever the softmax sums them up: a kernel of fewer bits.
+
+    plain       holds all scores; short rows and decoding
+    blockwise   an online softmax over blocks, in XLA; anywhere
+    splash      the kernel that comes with JAX, on a TPU; whole rows alone
 """
 
 import functools
@@ -12,7 +16,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import P
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
+
+from trm_jax import sharding
 
 Attention = Callable[..., Float[Array, 'B T H C']]
 
@@ -106,3 +115,106 @@ def blockwise(
   _, out = jax.lax.scan(lambda c, xs: (c, one_query_block(xs)), None, (q_blocks, slot_blocks))
   out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, kv_heads, share, width)[:, :length]
   return out.reshape(batch, length, heads, width).astype(dtype)
+
+
+LANES = 128  # of a TPU: the kernel wants heads and blocks of whole multiples
+
+
+def splash(
+  q: Float[Array, 'B T H C'],
+  k: Float[Array, 'B S Hkv C'],
+  v: Float[Array, 'B S Hkv C'],
+  *,
+  slots: Int[Array, 'T'],
+  start: Int[Array, 'B'],
+  exponentials: Callable[[Array], Array] | None = None,
+  block: int = 512,
+  interpret: bool = False,
+) -> Float[Array, 'B T H C']:
+  """The same by JAX's TPU kernel, which skips what the mask hides; elsewhere `blockwise`.
+
+  The kernel is for whole rows, slots 0..T-1, in bfloat16 (it would give float32 few passes). Other
+  numbers of queries than of keys (decoding), heads whose width is no multiple of 128 and a
+  disturbed softmax go to `blockwise` on a TPU too. Queries before `start` see each other; what they
+  hold is meaningless. The query is scaled in its own dtype. `interpret` runs the kernel on any
+  backend and in any dtype, slowly.
+  """
+  rest = functools.partial(blockwise, exponentials=exponentials)
+  plainly = lambda q, k, v, slots, start: rest(q, k, v, slots=slots, start=start)
+  low = q.dtype == k.dtype == v.dtype == jnp.bfloat16
+  fits = q.shape[1] == k.shape[1] and q.shape[-1] % LANES == 0 and (low or interpret)
+  if exponentials is not None or not fits:
+    return plainly(q, k, v, slots, start)
+  kernel = functools.partial(_splash, block=block, interpret=interpret)
+  if sharding.active():
+    heads = P(sharding.DATA, None, sharding.MODEL)
+    rows = P(sharding.DATA)
+    # The library's kernel does not say over which axes its results differ.
+    kernel = jax.shard_map(
+      kernel, in_specs=(heads, heads, heads, rows), out_specs=heads, check_vma=False
+    )
+  of_kernel = lambda q, k, v, slots, start: kernel(q, k, v, start)
+  if interpret:
+    return of_kernel(q, k, v, slots, start)
+  return jax.lax.platform_dependent(q, k, v, slots, start, tpu=of_kernel, default=plainly)
+
+
+def _splash(q, k, v, start, *, block, interpret):
+  """One device's rows and heads."""
+  batch, length, heads, width = q.shape
+  kv_heads = k.shape[2]
+  block = min(block, length + -length % LANES)
+  padded = length + -length % block
+  tiles = kernels.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
+  causal = masks.MultiHeadMask([masks.CausalMask((padded, padded))] * (heads // kv_heads))
+  # The kernel does not scale; heads first, queries of one key head together.
+  q = (q.astype(jnp.float32) * width**-0.5).astype(q.dtype)
+  whole = lambda x: jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
+  q = whole(q).reshape(batch, padded, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+  k, v = (whole(x.astype(q.dtype)).transpose(0, 2, 1, 3) for x in (k, v))
+  # Two segments: what lies before a row's start, and the row.
+  segments = (jnp.arange(padded)[None] >= start[:, None]).astype(jnp.int32)
+
+  def of_rows(q, k, v, segments):
+    # Made here, since it holds arrays of the trace that it is made in.
+    kernel = kernels.make_splash_mqa(
+      causal, block_sizes=tiles, head_shards=1, q_seq_shards=1, interpret=interpret
+    )
+    of_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    return jax.vmap(lambda q, k, v, ids: of_heads(q, k, v, kernels.SegmentIds(ids, ids)))(
+      q, k, v, segments
+    )
+
+  out = _plain_products(of_rows)(q, k, v, segments)
+  return out.transpose(0, 3, 1, 2, 4)[:, :length].reshape(batch, length, heads, width)
+
+
+def _plain_products(fn):
+  """`fn(*arrays, ids)` with matrix products as its own code asks for them, gradients included.
+
+  Around it the policy asks for float32 products, which the TPU compiler refuses for bfloat16.
+  """
+  plain = functools.partial(jax.default_matmul_precision, 'default')
+
+  @jax.custom_vjp
+  def wrapped(*args):
+    with plain():
+      return fn(*args)
+
+  def forward(*args):
+    with plain():
+      return jax.vjp(lambda *x: fn(*x, args[-1]), *args[:-1])
+
+  def backward(pull, g):
+    with plain():
+      return *pull(g), None
+
+  wrapped.defvjp(forward, backward)
+  return wrapped

@@ -102,8 +102,8 @@ class Config:
   # Renormalise the trainer's policy over the tokens that the engine's filters let pass; surrogate
   # and trust region then speak of that policy. Needs store logits.
   replay_support: bool = False
-  # plain holds [T,T] scores; blockwise never does.
-  attention: Literal['plain', 'blockwise'] = 'plain'
+  # plain holds [T,T] scores; blockwise never does; splash is a kernel on a TPU, else blockwise.
+  attention: Literal['plain', 'blockwise', 'splash'] = 'plain'
   # Devices as DATA,MODEL: rows over data, heads, experts and vocabulary over model.
   mesh: str = '1,1'
   # Seeds weights, data order and sampling.
