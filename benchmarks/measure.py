@@ -123,7 +123,7 @@ def cases(command: Command, of: Callable[..., Case] = Case) -> list[Case]:
   found = []
   for size in command.sizes:
     if not (match := re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', size)):
-      raise InputError(f'sizes={size!r} must read NxV, positions x vocabulary, as in 2048x32768.')
+      raise InputError(f'sizes={size} must read NxV, positions x vocabulary, as in 2048x32768.')
     n, v = map(int, match.groups())
     found += [of(positions=n, vocabulary=v, dtype=dtype) for dtype in command.dtypes]
   return found

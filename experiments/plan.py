@@ -170,12 +170,14 @@ def build(program: abstract_step.Program) -> Any:
 
 
 def used(found) -> float:
-  """Bytes of a device's memory that a program needs: arguments, results, temporaries."""
-  if isinstance(found, TooLarge):
-    return found.needed
-  memory = found.memory_analysis()
-  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+  """Bytes of a device's memory that a program needs at its peak, arguments and results included.
+
+  The compiler's peak: arguments and temporaries can add up to more than a chip has in a program
+  that it accepts.
+  """
+  return (
+    found.needed if isinstance(found, TooLarge) else found.memory_analysis().peak_memory_in_bytes
+  )
 
 
 class Largest(NamedTuple):

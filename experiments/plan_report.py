@@ -38,8 +38,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     room = f' of {gib(step["available"])} published' if 'available' in step else ''
     out += [
       f'{name} step, compiled for {step["compiled_for"]}',
-      f'  memory       {gib(step["used"])}{room}: arguments {gib(step["arguments"])}, temporaries'
-      f' {gib(step["temporaries"])}  compiler',
+      f'  memory       {gib(step["used"])} at the peak{room}  compiler',
+      f'               arguments {gib(step["arguments"])}, temporaries {gib(step["temporaries"])}:'
+      ' not all at one time  compiler',
       f'  products     {step["flops"] / 1e12:.3f} TFLOP, {step["flops_by_passes"] / 1e12:.3f} in'
       ' bfloat16 passes  jaxpr',
       f'  traffic      {gib(step["traffic"])}  text, estimate',

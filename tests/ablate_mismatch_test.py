@@ -37,7 +37,7 @@ MORE = train.Config(steps=4)
     (dict(limit=0.0), 'limit=0'),
     (dict(config=MORE), 'steps=4'),
     (dict(config=dataclasses.replace(MORE, steps=8, fleet=BROKEN)), '--engine'),
-    (dict(half=True, sources=('precision', 'routing')), 'half fraction'),
+    (dict(half=True, sources=('precision', 'routing')), 'leave out --half'),
     (dict(engine=fleet.Engine(), sources=('routing', 'decoding')), 'engine.routing is healthy'),
     (
       dict(

@@ -6,6 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -171,13 +172,17 @@ def test_group_relative_has_mean_zero_and_deviation_one(seed):
 
 
 @BATTERY
-def test_too_small_and_broken_groups_are_refused(fn):
+def test_too_small_and_broken_groups_are_refused(fn, monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
   rewards, keep = case()
   for size in (1, 0, -4):
     with pytest.raises(InputError, match=f'group_size={size} .*at least 2'):
       fn(rewards, keep, group_size=size)
   with pytest.raises(InputError, match='24 rows .*group_size=5'):
     fn(rewards, keep, group_size=5)
+  for wrong in ((rewards, keep[:-1]), (rewards[:, None], keep), (rewards[:, None], keep[:, None])):
+    with pytest.raises(InputError, match='rewards has shape .* keep .* one value per row'):
+      fn(*wrong, group_size=G)
 
 
 @BATTERY

@@ -216,6 +216,12 @@ def test_conformal_max_limit_matches_independence_where_it_holds():
   got = calibration.conformal_max_limit(found, rows, lengths, T=128, target=TARGET)
   fresh = lognormal(2, 2000, 128).max(-1)
   np.testing.assert_allclose((fresh <= got).mean(), TARGET, atol=0.05)
+  # A row that cannot be judged is the largest.
+  broken = [
+    calibration.conformal_max_limit(found, rows.at[:100].set(x), lengths, T=128, target=TARGET)
+    for x in (jnp.nan, jnp.inf)
+  ]
+  assert broken[0] == broken[1] > got
   # Too few rows to say: nothing is rejected.
   assert calibration.conformal_max_limit(found, rows[:3], lengths[:3], T=9, target=0.9) == jnp.inf
 

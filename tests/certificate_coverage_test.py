@@ -100,5 +100,5 @@ def test_bad_input(change, word):
 
 
 def test_a_scenario_that_is_none():
-  with pytest.raises(InputError, match='fits no scenario'):
+  with pytest.raises(InputError, match='is part of no name'):
     cc.summarise(cc.CertificateCoverage(only=('nothing',)))

@@ -7,6 +7,7 @@ import math
 import certificate_oracle as oracle
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -276,10 +277,13 @@ def test_a_traced_reward_outside_counts_as_missing():
     (dict(samples=3), 'samples=3 does not divide the 2 rows'),
     (dict(samples=0), 'samples=0'),
     (dict(alpha=0.0), 'alpha=0.0'),
+    (dict(reward=jnp.zeros(3)), r'reward \(3,\): make them'),
+    (dict(valid=jnp.ones(3, bool)), r'valid \(3,\)'),
   ],
 )
 @pytest.mark.parametrize('make', [functools.partial(f, samples=1) for f in EAGER])
-def test_bad_input(make, change, word):
+def test_bad_input(make, change, word, monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
   good = dict(
     log_ratio=jnp.zeros((2, 3)), valid=jnp.ones((2, 3), bool), reward=jnp.array([0.0, 1.0])
   )

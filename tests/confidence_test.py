@@ -154,6 +154,7 @@ def test_alpha_is_spent_once():
     (lambda: confidence.betting(SMALL, alpha=1.0), 'alpha=1.0'),
     (lambda: confidence.normal(SMALL, alpha=math.nan), 'alpha=nan'),
     (lambda: confidence.catoni(SMALL, alpha=2, variance=1), 'alpha=2'),
+    (lambda: confidence.catoni(SMALL, alpha=0.1, variance=0), 'variance=0'),
     (lambda: confidence.empirical_bernstein(SMALL, alpha=-1, low=0, high=1), 'alpha=-1'),
     (lambda: confidence.cumulative(1.0, 1.0, alpha=0.05, bet=1.0), 'bet=1.0'),
     (lambda: confidence.spent(0.05, 0), 'claim=0'),

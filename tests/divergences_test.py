@@ -478,6 +478,8 @@ def test_bad_input_is_named(unchecked):
     ((policy, rollout, tokens[:, :2]), {}, r'tokens has shape \(8, 2\)'),
     ((policy, rollout, tokens * 1.0), {}, 'tokens has dtype float32'),
     ((policy, rollout, tokens), {'temperature': 0.0}, 'temperature=0.0 must be > 0'),
+    ((policy, rollout, tokens), {'temperature': jnp.ones(8)}, r'temperature has shape \(8,\)'),
+    ((policy, None, tokens), {}, 'rollout_logits has type NoneType'),
     ((policy[..., :0], rollout[..., :0], tokens), {}, 'vocabulary of >= 1'),
   ]
   for args, settings, message in cases:

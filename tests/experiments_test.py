@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 
 from experiments import arms, command, figures, report, stuck_replica, train_policy
-from trm_jax import train
+from trm_jax import method, train
 from trm_jax.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -204,6 +204,9 @@ def test_arms_refuse_bad_counts(tmp_path):
   for counts, word in ((dict(seeds=0), 'seeds=0'), (dict(seeds=1, workers=0), 'workers=0')):
     with pytest.raises(InputError, match=word):
       arms.run_all(train.Config(), stuck_replica.ARMS, directory=tmp_path, **counts)
+  config = train.Config(method=method.Method(max_kl=0.3))
+  with pytest.raises(InputError, match=r'^method.max_kl=0.3 has no effect here.*--method\.\*\.$'):
+    arms.run_all(config, stuck_replica.ARMS, directory=tmp_path, seeds=1)
 
 
 def test_whole_experiment_small(monkeypatch, tmp_path, capsys):

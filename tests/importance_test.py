@@ -8,12 +8,14 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.test_util
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
 from jax import P
 
 from trm_jax import importance, sharding
+from trm_jax.types import InputError
 
 SEEDS = st.integers(0, 2**20)
 B, T = 8, 5
@@ -28,6 +30,13 @@ def case(seed=0, scale=0.5):
   keys = jax.random.split(jax.random.key(seed))
   lengths = jax.random.randint(keys[1], (B, 1), 1, T + 1).at[-1].set(0)
   return scale * jax.random.normal(keys[0], (B, T)), jnp.arange(T)[None] < lengths
+
+
+def test_an_unknown_word_for_missing_log_probs_is_refused(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  x, valid = case()
+  with pytest.raises(InputError, match="missing='drop' is not"):
+    importance.resolve_missing(x, x, valid, missing='drop')
 
 
 @hypothesis.given(seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 8.0, 100.0]))

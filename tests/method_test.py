@@ -169,6 +169,22 @@ def test_unusable_rows_are_never_kept():
     assert not objective(method, s)[1][2]
 
 
+@pytest.mark.parametrize('options', [{}, {'match_length': True}])
+@pytest.mark.parametrize('scope', ['sequence', 'prefix'])
+def test_the_control_chooses_among_usable_rows(scope, options):
+  s = dataclasses.replace(scored(), usable=jnp.asarray(np.arange(B) % 3 > 0))
+  method = mt.Method(max_kl=0.25, scope=scope)
+  control = dataclasses.replace(method, random_mask=True, **options)
+  count = lambda kept: kept.sum() if scope == 'sequence' else kept.any(-1).sum()
+  want = count(objective(method, s)[1])
+  assert 0 < want < s.usable.sum()
+  keys = jax.random.split(jax.random.key(0), 20)
+  draw = jax.vmap(lambda key: mt.keep(control, s, limit=jnp.float32(1), key=key))
+  kept = np.asarray(draw(keys))
+  assert [count(k) for k in kept] == [want] * 20
+  assert not kept[:, ~np.asarray(s.usable)].any() and kept[:, np.asarray(s.usable)].any(0).all()
+
+
 def test_baseline_pool_sees_the_mask():
   """Rewards [1, 0, 0, 0] of a group whose only right row is rejected."""
   s = scored()

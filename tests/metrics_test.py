@@ -127,6 +127,13 @@ def test_acceptance_of_prefixes_by_position():
     np.testing.assert_array_equal(rows[name], tokens[name], name)
 
 
+def test_a_cut_beyond_the_end_leaves_a_row_whole():
+  scored, _, a = case()
+  got = summarise(scored, scored.valid, jnp.zeros((B, T), bool))
+  assert got['acceptance'] == got['acceptance/tokens'] == 1 and (a['lengths'] < T).any()
+  np.testing.assert_allclose(got['reward/kept'], a['reward'].mean(), rtol=1e-6)
+
+
 def test_a_missing_log_prob_counts_as_no_weight():
   scored, keep, a = case()
   row = int(np.flatnonzero(a['reward'][:8])[0])

@@ -74,9 +74,7 @@ def test_a_plan_on_simulated_devices(tmp_path, capsys):
   assert 'bound' not in step and 'tokens/s' not in printed  # no chip, no time
   state = found['parameter_bytes'] + found['optimizer_bytes']
   assert state < step['arguments'] < state + 2**20  # and the batch
-  assert step['used'] == sum(
-    step[k] for k in ('arguments', 'temporaries', 'results_beyond_arguments')
-  )
+  assert step['arguments'] < step['used'] <= step['arguments'] + 1.1 * step['temporaries']
   assert step['wire'] == pytest.approx(sum(c['bytes'] for c in step['collectives'].values()))
   assert step['flops'] > step['once']['flops'] / 2
   assert [path.name for path in tmp_path.iterdir()] == ['plan.json']
@@ -88,7 +86,7 @@ def test_a_plan_on_simulated_devices(tmp_path, capsys):
     (dict(model='gpt-2'), "model='gpt-2'"),
     (dict(topology='v9:2x2'), "topology='v9:2x2'"),
     (dict(topology='v5e'), "topology='v5e'"),
-    (dict(mesh='2,2'), 'mesh=2,2 has 4 devices and topology=cpu:8 8'),
+    (dict(mesh='2,2'), 'mesh=2,2 has 4 devices, but topology=cpu:8 has 8'),
     (dict(mesh='1,16', topology='cpu:16'), 'mesh=1,16 cannot split the kv_heads=8'),
     (dict(seq=8), 'seq=8 must be larger than prompt=8'),
     (dict(rows=3), 'rows=3 must be a multiple of samples=2'),
@@ -132,7 +130,8 @@ def fake(fixed, slope, limit):
       argument_size_in_bytes=fixed,
       output_size_in_bytes=0,
       alias_size_in_bytes=0,
-      temp_size_in_bytes=slope * groups,
+      temp_size_in_bytes=2 * slope * groups,
+      peak_memory_in_bytes=size,
     )
     return types.SimpleNamespace(memory_analysis=lambda: memory)
 

@@ -268,6 +268,9 @@ def test_hosts_are_completed_from_the_environment(monkeypatch):
     processes.from_environment(processes.Hosts())
   with pytest.raises(InputError, match='patience=0'):
     processes.Hosts(patience=0)
+  monkeypatch.undo()
+  with pytest.raises(InputError, match='coordinator=there:1 has no effect.*--distributed'):
+    processes.join(processes.Hosts(coordinator='there:1'), {})
   with pytest.raises(InputError, match='processes=-1'):
     dataclasses.replace(processes.Hosts(), processes=-1, process_id=0)
 

@@ -54,6 +54,13 @@ def test_another_config_is_refused(path, config):
     provenance.compare(path, config)
 
 
+def test_of_many_differences_the_first_are_named():
+  now = {f'k{i}': i for i in range(30)}
+  found = provenance.differences({}, now)
+  assert 'k0 was' in found and found.endswith('and 22 more')
+  assert 'more' not in provenance.differences({}, {'k': 1})
+
+
 def test_another_version_is_a_warning(path, caplog):
   path.write_text(path.read_text().replace('"python": "3', '"python": "2'))
   with caplog.at_level(logging.WARNING):

@@ -95,6 +95,28 @@ def test_the_router_learns(name):
   assert np.abs(gradient['layers']['mlp']['router']['kernel']).max() > 1e-4 and report.finite
 
 
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_weights_in_padding_change_nothing(value):
+  params = policy.init(jax.random.key(0), CONFIG, V)
+  tokens = jax.random.randint(jax.random.key(1), (2, 5), 4, V)
+  real = jnp.array([[False, True, True, True, False], [True, True, True, False, False]])
+  start = jnp.array([1, 0])
+  aux = policy.apply(params, CONFIG, tokens, start=start)[2]
+
+  @jax.jit
+  def run(gates):
+    def loss(params):
+      hooks = routing.replay(aux.routes, gates)
+      hidden = policy.apply(params, CONFIG, tokens, start=start, hooks=hooks)[0]
+      return jnp.where(real[..., None], hidden, 0).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+  spoiled = jnp.where(real[:, :, None, None], aux.gates, value)
+  for got, want in zip(*map(jax.tree.leaves, map(run, (spoiled, aux.gates))), strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
 # Filters
 
 

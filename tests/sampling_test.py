@@ -7,6 +7,7 @@ import functools
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import policy_oracle
 import pytest
@@ -512,6 +513,22 @@ def test_vmap_over_keys():
   np.testing.assert_allclose(together['logits'][1], alone.logits, rtol=0, atol=1e-4)
   np.testing.assert_allclose(together['logp'][1], alone.logp, rtol=0, atol=1e-5)
   assert (together['tokens'][0] != together['tokens'][1]).any()
+
+
+def test_one_start_a_prompt(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  with pytest.raises(types.InputError, match='prompts .* start .* must be'):
+    sampling.generate(
+      parameters(DENSE),
+      DENSE,
+      jnp.asarray(TEXT),
+      jnp.asarray(START)[:-1],
+      KEY,
+      samples=2,
+      length=3,
+      eos=EOS,
+      pad=PAD,
+    )
 
 
 @pytest.mark.parametrize('temperature', [0.0, -1.0, float('nan')])

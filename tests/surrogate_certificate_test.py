@@ -337,9 +337,9 @@ def test_rows_that_cannot_be_judged(name):
   [
     (lambda p, r: prefixes.Limits(max_kl=0.0), 'max_kl=0.0 must be > 0'),
     (lambda p, r: prefixes.Limits(budget=math.nan), 'budget=nan must be > 0'),
-    (lambda p, r: prefixes.l2_penalty(p), 'finite budget'),
-    (lambda p, r: EAGER[1](p, r, prefixes.tv_penalty), 'finite budget'),
-    (lambda p, r: EAGER[2](p, r), 'finite budget'),
+    (lambda p, r: prefixes.l2_penalty(p), 'limits.budget=inf'),
+    (lambda p, r: EAGER[1](p, r, prefixes.tv_penalty), 'limits.budget=inf'),
+    (lambda p, r: EAGER[2](p, r), 'limits.budget=inf'),
     (lambda p, r: EAGER[2](p, r, baseline=1.5), 'baseline=1.5'),
     (lambda p, r: EAGER[2](example(budget=11.0)[0], r), 'budget=11.0 must be at most 10'),
     (lambda p, r: EAGER[3](p, r, samples=2), 'samples=2 does not divide the 3 rows'),
@@ -347,7 +347,7 @@ def test_rows_that_cannot_be_judged(name):
       lambda p, r: prefixes.patch(
         p.excess, p.good, kl=p.kl, tv=p.tv, limits=prefixes.Limits(), horizon=2
       ),
-      'horizon=2 is below the 3 slots',
+      'horizon=2 is shorter than the 3 slots',
     ),
     (lambda p, r: prefixes.l2_penalty(example(budget=1.0, band=1.0)[0], scale=0.0), 'scale=0.0'),
     (lambda p, r: EAGER[0](p, r, prefixes.tv_penalty, samples=2), 'samples=2 does not divide'),
@@ -358,7 +358,7 @@ def test_rows_that_cannot_be_judged(name):
       lambda p, r: prefixes.patch(
         p.excess, p.good, kl=p.kl, tv=p.tv, limits=prefixes.Limits(max_chi2=1.0)
       ),
-      'chi2 is not given',
+      'chi2=None',
     ),
   ],
 )

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.test_util
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -309,6 +310,26 @@ def test_constant_must_be_positive(constant):
   x, _, _, valid = case()
   with pytest.raises(InputError, match=f'constant={constant} must be > 0'):
     surrogates.aggregate(x, valid, jnp.ones(B, bool), reduce_tokens='constant', constant=constant)
+
+
+@pytest.mark.parametrize('fn', [surrogates.ratio_pg, surrogates.ppo_clip])
+def test_other_shapes_are_refused(fn, monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  x, valid, row = jnp.zeros((B, T)), jnp.ones((B, T), bool), jnp.zeros(B)
+  with pytest.raises(InputError, match='advantages has shape .* one for each row'):
+    fn(x, x, row[:, None], valid)
+  with pytest.raises(InputError, match='anchor_logp has shape'):
+    fn(x, x[:1], row, valid)
+  with pytest.raises(InputError, match='valid has shape'):
+    fn(x, x, row, valid[:1])
+
+
+def test_masks_in_another_order_are_refused(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  x, valid, keep = jnp.zeros((B, T)), jnp.ones((B, T), bool), jnp.ones(B, bool)
+  for wrong in ((keep, valid), (valid, keep[:-1]), (valid, valid[:1])):
+    with pytest.raises(InputError, match='per_token has shape .* valid .* keep'):
+      surrogates.aggregate(x, *wrong)
 
 
 # Masks and surrogates together.

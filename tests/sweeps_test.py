@@ -88,7 +88,7 @@ def test_resuming_repeats_no_finished_cell_and_another_sweep_is_refused(monkeypa
   assert found[3, 'a']['y'][0] == math.inf and math.isnan(found[3, 'a']['y'][1])
   run()
   assert len(asked) == 10
-  with pytest.raises(InputError, match='limit'):
+  with pytest.raises(InputError, match=r'has another config: .* and \d+ more; pass the same'):
     run(rf.RoutingFlips(directory=tmp_path))
 
 

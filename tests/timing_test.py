@@ -21,6 +21,13 @@ def test_steps_are_read():
   assert timing.steps(' 4 : 4 ') == (4, 4)
 
 
+def test_steps_beyond_the_last_are_refused():
+  timing.check((3, 5), 5)
+  timing.check(None, 0)
+  with pytest.raises(InputError, match='profile=3:5 lies beyond the last step, 4'):
+    timing.check((3, 5), 4)
+
+
 def test_a_trace_covers_its_steps_and_ends_where_the_run_stops(monkeypatch):
   calls = []
   monkeypatch.setattr(jax.profiler, 'start_trace', lambda folder: calls.append(folder))

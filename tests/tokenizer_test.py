@@ -132,7 +132,7 @@ def test_damage(folder):
 
 def test_package_that_is_not_installed(folder, monkeypatch):
   monkeypatch.setitem(sys.modules, 'tokenizers', None)
-  refused(lambda: tokenizer.load(folder), "'trm_jax[weights]'")
+  refused(lambda: tokenizer.load(folder), "'.[weights]'")
 
 
 # Text tasks.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from trm_jax import loop, method, policy, recording, tasks, train, update
-from trm_jax.mismatch import decoding, fleet, routing, staleness
+from trm_jax.mismatch import decoding, fleet, reporting, routing, staleness
 from trm_jax.types import InputError, NonFiniteError
 
 TINY = policy.PolicyConfig(
@@ -335,6 +336,10 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(fleet=fleet.Fleet(engine=JITTER), policy=DENSE), 'routing'),
     (dict(eval_prompts=7, mesh='2,1'), 'eval_prompts'),
     (dict(store='topk', top=0), 'top=0'),
+    (dict(seed=2**32 - 1), 'seed=4294967295 must lie in'),
+    (dict(temperature=math.inf), 'temperature=inf must be > 0 and finite'),
+    (dict(response_length=0), 'response_length=0 must be at least 1'),
+    (dict(fleet=fleet.Fleet(engine=JITTER), policy=DENSE), 'fleet.engine.routing.jitter'),
   ],
 )
 def test_bad_settings_are_named(setting, word):
@@ -370,6 +375,9 @@ def test_fewer_steps_than_done_and_arms_without_what_they_need_are_refused(tmp_p
 def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
   with pytest.raises(InputError, match='response_length=8'):
     train.build(dataclasses.replace(CONFIG, response_length=8))
+  late = fleet.Engine(reporting=reporting.Reporting(shift=99))
+  with pytest.raises(InputError, match='fleet.broken.reporting.shift=99 .* slots'):
+    train.build(dataclasses.replace(CONFIG, fleet=fleet.Fleet(broken=late, broken_samples=1)))
   with pytest.raises(InputError, match='16 devices'):
     train.build(
       dataclasses.replace(

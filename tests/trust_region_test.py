@@ -1,5 +1,6 @@
 """trm_jax.trust_region: criteria, their composition, the random control and the moving limit."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import oracles
 import pytest
@@ -363,6 +365,16 @@ def test_prefix_masks_tokens_of_the_loss():
 def test_limits_that_accept_nothing_are_refused(criterion, field, statistic, limit):
   with pytest.raises(InputError, match=f'limit={limit} must be > 0'):
     criterion(*case(), limit=limit)
+
+
+def test_other_shapes_and_missing_statistics_are_refused(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  d, valid = case()
+  for wrong in (valid[0], valid[:, :-1]):
+    with pytest.raises(InputError, match='valid has shape .* one flag for each token'):
+      tr.max_kl(d, wrong, limit=1.0)
+  with pytest.raises(InputError, match='sampled log-probs alone: use max_k2'):
+    tr.mean_kl(dataclasses.replace(d, kl=None), valid, limit=1.0)
 
 
 # Composition.

@@ -225,8 +225,8 @@ def test_without_the_library(monkeypatch, tmp_path):
   for name in ('safetensors', 'safetensors.numpy'):
     monkeypatch.setitem(sys.modules, name, None)
   config, params = loaded('qwen3')
-  refused(lambda: weights.load(GOLDEN / 'qwen3'), 'safetensors', "'trm_jax[weights]'")
-  refused(lambda: weights.save(tmp_path / 'out', params, config), "'trm_jax[weights]'")
+  refused(lambda: weights.load(GOLDEN / 'qwen3'), 'safetensors', "'.[weights]'")
+  refused(lambda: weights.save(tmp_path / 'out', params, config), "'.[weights]'")
   assert not list(tmp_path.iterdir())
 
 

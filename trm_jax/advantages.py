@@ -32,10 +32,14 @@ def _pool_statistics(rewards, keep, group_size, pool):
       f'group_size={group_size} leaves nothing to compare a sample with; use at least 2 samples'
       ' per prompt.'
     )
+  if rewards.ndim != 1 or keep.shape != rewards.shape:
+    raise InputError(
+      f'rewards has shape {rewards.shape} and keep {keep.shape}: give both one value per row, [B].'
+    )
   if rewards.shape[0] % group_size:
     raise InputError(
-      f'rewards holds {rewards.shape[0]} rows, no multiple of group_size={group_size}: pass whole'
-      ' groups, the samples of a prompt side by side.'
+      f'rewards holds {rewards.shape[0]} rows that group_size={group_size} does not divide: pass'
+      ' whole groups, the samples of a prompt side by side.'
     )
   r = jax.lax.stop_gradient(rewards.astype(jnp.float32)).reshape(-1, group_size)
   member = jnp.ones_like(r, bool) if pool in ('all', 'loo') else keep.reshape(r.shape)

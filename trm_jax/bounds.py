@@ -164,7 +164,7 @@ def to_range(bound: Real, *, low: float, high: float) -> Float[Array, '']:
 def width(low: float, high: float) -> float:
   if not -math.inf < low < high < math.inf:
     raise InputError(
-      f'low={low} and high={high} must be finite with low < high: the range of the rewards.'
+      f'The reward range low, high = [{low}, {high}] must be finite with low < high.'
     )
   return high - low
 

@@ -185,6 +185,11 @@ def conclude(
 
 def _weighted(log_ratio, valid, r, *, cap, **settings) -> Certificate:
   """The mean of r (m - 1)."""
+  if not (log_ratio.shape == valid.shape and r.shape == valid.shape[:1]):
+    raise InputError(
+      f'log_ratio has shape {log_ratio.shape}, valid {valid.shape} and reward {r.shape}: make them'
+      ' [B, T], [B, T] and [B].'
+    )
   excess = jnp.expm1(log_weight(log_ratio, valid, cap=cap))
   terms = dict(gained=r * jnp.maximum(excess, 0), lost=r * jnp.minimum(excess, 0))
   return conclude(terms, jnp.maximum(excess, 0), jnp.isnan(r), excess, **settings)

@@ -91,6 +91,8 @@ def catoni(x: Float[Array, 'N'], *, alpha: Real, variance: Real) -> Float[Array,
   chi2 is enforced. Catoni (2012).
   """
   check_alpha(alpha)
+  if not isinstance(variance, jax.core.Tracer) and not variance > 0:
+    raise InputError(f'variance={variance} must be > 0: the largest that x can have.')
   return _catoni(x, alpha, variance)
 
 

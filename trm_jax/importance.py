@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from trm_jax.types import InputError
+
 # exp(20) = 5e8: beyond that a ratio says "different", and float32 products overflow. Applied inside
 # the exponential only, never before a criterion sees the log-ratio.
 LOG_RATIO_CAP = 20.0
@@ -60,8 +62,10 @@ def resolve_missing(
   `reject` drops a row with a missing log-prob, `neutral` reads the engine as agreeing there (ratio
   1), `error` is raised by the training loop before the batch is used and acts as `reject` here. An
   infinite log-ratio on a valid token is a real violation and always drops the row. No gradient
-  flows into the filled values.
+  flows into the filled values. Raises InputError for any other word.
   """
+  if missing not in ('reject', 'neutral', 'error'):
+    raise InputError(f"missing={missing!r} is not 'reject', 'neutral' or 'error'.")
   absent = jnp.isnan(rollout_logp)
   filled = jnp.where(absent, jax.lax.stop_gradient(policy_logp), rollout_logp)
   log_ratio = jax.lax.stop_gradient(policy_logp) - filled

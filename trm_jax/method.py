@@ -271,9 +271,8 @@ def keep(
   inside = trust_region.all_of(*criteria)(scored.divergences, scored.valid)
   if method.random_mask:
     lengths = scored.valid.sum(-1) if method.match_length else None
-    inside = trust_region.permuted(
-      inside & scored.usable, key, lengths=lengths, axis_name=axis_name
-    )
+    among = dict(usable=scored.usable, lengths=lengths, axis_name=axis_name)
+    inside = trust_region.permuted(inside & scored.usable, key, **among)
   return inside & scored.usable
 
 
@@ -285,7 +284,8 @@ def _keep_prefixes(method, limits, scored, key, axis_name):
   inside = functools.reduce(jnp.logical_and, masks) & scored.usable[:, None]
   if method.random_mask:
     lengths = scored.valid.sum(-1) if method.match_length else None
-    inside = trust_region.permuted_prefixes(inside, key, lengths=lengths, axis_name=axis_name)
+    among = dict(usable=scored.usable, lengths=lengths, axis_name=axis_name)
+    inside = trust_region.permuted_prefixes(inside, key, **among)
   return inside & scored.usable[:, None]
 
 

@@ -337,9 +337,14 @@ def apply(
   apart = config.remat and sharding.divides(tokens.shape[1], MODEL)
   between = lambda x: sharding.reshard(x, DATA, MODEL if apart else None, None)
 
+  # Whole over `data` in the dtype that they are multiplied in.
+  dtype = lambda path: jnp.float32 if 'router' in jax.tree_util.keystr(path) else config.dtype
+  gathered = lambda path, w: sharding.gathered(w, DATA, dtype(path))
+
   def layer(carry, xs):
     x, cache = carry
     weights, index = xs
+    weights = jax.tree_util.tree_map_with_path(gathered, weights)
     x = sharding.reshard(x, DATA, None, None)
     here = hooks
     if hooks.bind is not None:

@@ -110,6 +110,8 @@ def generate(
     )
   if gates and not config.experts:
     raise InputError('gates=True needs experts, but policy.experts=0 is a dense model.')
+  if prompts.ndim != 2 or start.shape != prompts.shape[:1]:
+    raise InputError(f'prompts {prompts.shape} and start {start.shape} must be [p, P] and [p].')
   prompts, start = sharding.reshard((prompts, start), DATA)
   count, width = prompts.shape
   rows, total = count * samples, width + length

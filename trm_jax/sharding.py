@@ -75,6 +75,18 @@ def reshard(tree, *axes: str | None):
   return jax.tree.map(lambda x: jax.reshard(x, P(*axes)), tree) if active() else tree
 
 
+def gathered(x, axis: str, dtype):
+  """`x` as `dtype` with no dimension split over `axis`; what was not split stays as it is.
+
+  A product with a matrix that is still split makes the TPU compiler pass it round in pieces and
+  read all activations for each.
+  """
+  axes = jax.typeof(x).sharding.spec if active() else ()
+  if axis not in axes:
+    return x
+  return jax.reshard(x.astype(dtype), P(*(None if name == axis else name for name in axes)))
+
+
 def over_mesh(fn, *, in_specs, out_specs):
   """`fn` over the per-device blocks of the current mesh, collectives checked by type.
 

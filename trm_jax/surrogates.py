@@ -32,6 +32,21 @@ def _weigh(value, advantages):
   return jnp.where(known, value(jnp.where(known, a, 0)), a)
 
 
+def _check(advantages, **per_token) -> None:
+  """Raises InputError unless the named arrays are [B, T], all of one shape, and advantages [B]."""
+  first, expected = next((name, x.shape) for name, x in per_token.items())
+  for name, x in per_token.items():
+    if x.shape != expected:
+      raise InputError(
+        f'{name} has shape {x.shape} and {first} {expected}: give both one value per token, [B, T].'
+      )
+  if advantages.shape != expected[:1]:
+    raise InputError(
+      f'advantages has shape {advantages.shape}, but {first} is {expected}: give one for each row,'
+      f' {expected[:1]}.'
+    )
+
+
 def ratio_pg(
   logp: Float[Array, 'B T'],
   anchor_logp: Float[Array, 'B T'],
@@ -39,6 +54,7 @@ def ratio_pg(
   valid: Bool[Array, 'B T'],
 ) -> Float[Array, 'B T']:
   """ratio * A per token; gradient ratio * A * grad logp. arXiv 2512.23075, eq. 2, Alg. 1."""
+  _check(advantages, logp=logp, anchor_logp=anchor_logp, valid=valid)
   r = importance.ratio(logp - anchor_logp, valid)
   return _weigh(lambda a: r * a, advantages)
 
@@ -56,6 +72,7 @@ def ppo_clip(
 
   Gradient to logp; exactly 0 where the clip is active. PPO, arXiv 1707.06347, eq. 7.
   """
+  _check(advantages, logp=logp, anchor_logp=anchor_logp, valid=valid)
   r = importance.ratio(logp - anchor_logp, valid)
   clipped = jnp.clip(r, 1 - clip_low, 1 + clip_high)
   return _weigh(lambda a: jnp.minimum(r * a, clipped * a), advantages)
@@ -104,6 +121,11 @@ def aggregate(
     raise InputError(f"reduce_tokens={reduce_tokens!r} is not 'sum', 'mean' or 'constant'.")
   if normalize_by not in ('total', 'accepted'):
     raise InputError(f"normalize_by={normalize_by!r} is not 'total' or 'accepted'.")
+  if valid.shape != per_token.shape or keep.shape not in (valid.shape, valid.shape[:1]):
+    raise InputError(
+      f'per_token has shape {per_token.shape}, valid {valid.shape} and keep {keep.shape}: make them'
+      ' [B, T], [B, T] and [B] or [B, T].'
+    )
   if keep.ndim == 1:
     keep = jnp.broadcast_to(keep[:, None], valid.shape)
   rows = jnp.where(valid & keep, per_token, 0).sum(-1)

@@ -158,7 +158,7 @@ def replay(
 
   `routes` are the rollout's. Their weights are the trainer's own router probabilities, so the
   router still learns; with `weights` (`sampling.rescore(..)[1].gates` of the engine) the values are
-  the engine's and only the gradient is the trainer's own.
+  the engine's and only the gradient is the trainer's own; those not finite are the trainer's.
   """
   of = lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, 2, keepdims=False)
 
@@ -166,7 +166,10 @@ def replay(
     return of(routes, layer)
 
   def weigh(own, used, probabilities, layer, noise_keys):
-    return jax.lax.stop_gradient(of(weights, layer)) + (own - jax.lax.stop_gradient(own))
+    still = jax.lax.stop_gradient(own)
+    given = jax.lax.stop_gradient(of(weights, layer))
+    # A NaN in padding would reach real tokens: attention weighs it with 0.
+    return jnp.where(jnp.isfinite(given), given, still) + (own - still)
 
   return policy.Hooks(routes=chosen, gates=None if weights is None else weigh)
 

@@ -84,7 +84,8 @@ def load(module: str) -> Task:
 
   Raises InputError if there is no such module or no Task in it; an error inside the module stays.
   """
-  remedy = 'give a module that defines TASK = task.Task(...), such as trm_jax.tasks.sorting.'
+  remedy = 'give the dotted name of a module that defines TASK = task.Task(...), such as'
+  remedy += ' trm_jax.tasks.sorting.'
   if not all(part.isidentifier() for part in module.split('.')):
     raise types.InputError(f'task={module!r} is not a dotted name: {remedy}')
   try:
