@@ -1,5 +1,6 @@
 """trm_jax.config_json: published settings are read, others are refused by name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -86,6 +87,17 @@ def test_rope_in_both_notations(key, kind, tmp_path):
   assert config.rope_base == (5e6 if key == 'rope_parameters' else 1e6)
   config, _ = read(tmp_path, DENSE | {'rope_scaling': {kind: 'linear', 'factor': 2}})
   assert config.rope_scaling == rotary.Scaling(kind='linear', factor=2.0)
+
+
+def test_promised_positions_agree_with_the_factor_of_yarn():
+  model = qwen3.MODELS[0]
+  promise = lambda config, **rest: config_json.describe(config, 8, **rest)[
+    'max_position_embeddings'
+  ]
+  assert promise(model.policy) == 40_960
+  long = dataclasses.replace(model.policy, rope_scaling=qwen3.LONG)
+  assert promise(long) == 4 * 32_768
+  assert promise(long, context=99) == 99
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,16 @@ def _rope(settings):
 
 
 def describe(
-  config: PolicyConfig, vocab_size: int, *, dtype: str = 'float32', context: int = 40_960
+  config: PolicyConfig, vocab_size: int, *, dtype: str = 'float32', context: int | None = None
 ) -> dict[str, Any]:
-  """What a config.json says of this policy; `context` is the number of positions it promises."""
+  """What a config.json says of this policy; `context` is the number of positions it promises.
+
+  None: factor times the trained positions under yarn, since some readers take the factor from this
+  ratio, else 40,960.
+  """
+  if context is None:
+    scaling = config.rope_scaling
+    context = round(scaling.factor * scaling.context) if scaling.kind == 'yarn' else 40_960
   kind = 'qwen3_moe' if config.experts else 'qwen3'
   found = {
     'architectures': [ARCHITECTURES[kind]],

@@ -179,19 +179,20 @@ def save(
   *,
   dtype: Literal['float32', 'bfloat16'] = 'float32',
   shard_bytes: int = 5 * 10**9,
-  context: int = 40_960,
+  context: int | None = None,
 ) -> None:
   """Writes a checkpoint that `load` and transformers read: config.json and safetensors files.
 
   `folder` must be absent or empty; it appears at once when everything is on disk, or not at all.
   Files hold tensors of at most `shard_bytes` bytes together; one file is in memory at a time.
-  `context` is the number of positions that config.json promises. Raises InputError before writing
-  for parameters that do not fit `config`, OSError for a full disk.
+  `context` is the number of positions that config.json promises; by default 40,960, under yarn
+  factor times the trained ones. Raises InputError before writing for parameters that do not fit
+  `config`, OSError for a full disk.
   """
   folder = pathlib.Path(folder).absolute()
   if dtype not in ('float32', 'bfloat16'):
     raise InputError(f'dtype={dtype!r} is not float32 or bfloat16.')
-  if shard_bytes < 1 or context < 1:
+  if shard_bytes < 1 or (context is not None and context < 1):
     raise InputError(f'shard_bytes={shard_bytes} and context={context} must be at least 1.')
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise InputError(f'folder={folder} is there already; choose one that is absent or empty.')
