@@ -3,8 +3,12 @@
 import dataclasses
 import functools
 
+import hypothesis
+import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis.extra.numpy import arrays
 
 from trm_jax import metrics
 from trm_jax.method import Scored
@@ -77,6 +81,41 @@ def test_against_numpy():
   }
   for name, value in want.items():
     np.testing.assert_allclose(got[name], value, rtol=2e-5, err_msg=name)
+
+
+LEVELS = np.array([0, 0.25, 0.5, 0.9, 1], np.float32)
+quantiles = jax.jit(metrics.quantiles)
+
+
+@hypothesis.given(
+  arrays(
+    np.float32,
+    (3, 4),
+    # Few values, so that many are equal; tiny, negative, endless and missing ones.
+    elements=st.sampled_from([0, -0.0, 1, 1, -2.5, 3e38, -3e38, 1e-45, -1e-40, np.inf, np.nan]),
+  ),
+  arrays(bool, (3, 4)),
+)
+def test_quantiles_are_numpys(x, where):
+  got = quantiles(x, where, LEVELS)
+  kept = x[where & ~np.isnan(x)].astype(np.float64)
+  if not kept.size:
+    assert np.isnan(got).all()
+    return
+  # Neighbours in order, since interpolating with inf is a matter of taste.
+  place = LEVELS.astype(np.float64) * (kept.size - 1)
+  for value, p in zip(np.asarray(got, np.float64), place, strict=True):
+    low, high = np.sort(kept)[[int(np.floor(p)), int(np.ceil(p))]]
+    want = low if low == high else low + (high - low) * (p - np.floor(p))
+    np.testing.assert_allclose(value, want, rtol=1e-5, atol=1e-37)
+
+
+def test_quantiles_of_many_values_are_exact_order_statistics():
+  x = np.random.default_rng(0).normal(size=(100, 101)).astype(np.float32)
+  where = np.random.default_rng(1).random(x.shape) < 0.7
+  got = quantiles(x, where, LEVELS)
+  np.testing.assert_allclose(got, np.quantile(x[where], LEVELS), rtol=1e-5)
+  np.testing.assert_array_equal(got[jnp.array([0, -1])], [x[where].min(), x[where].max()])
 
 
 def test_acceptance_by_length_quartile_by_hand():
