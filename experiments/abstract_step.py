@@ -9,6 +9,7 @@ from and the reward are left out. Use under `jax.set_mesh(mesh)`.
 
 import dataclasses
 import math
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,11 @@ class Sizes:
   microbatches: int = 1
 
 
+# Plans compile programs side by side, but trace one after the other: JAX's Pallas kernels cannot be
+# traced by two threads at a time.
+_TRACING = threading.Lock()
+
+
 class Program(NamedTuple):
   """A function to compile, its abstract arguments, and which of them are donated."""
 
@@ -55,11 +61,13 @@ class Program(NamedTuple):
 
   def lower(self):
     """Lowered for the current mesh."""
-    return jax.jit(self.run, donate_argnums=self.donated).lower(*self.arguments)
+    with _TRACING:
+      return jax.jit(self.run, donate_argnums=self.donated).lower(*self.arguments)
 
   def jaxpr(self):
     """What is computed, before any compiler."""
-    return jax.make_jaxpr(self.run)(*self.arguments).jaxpr
+    with _TRACING:
+      return jax.make_jaxpr(self.run)(*self.arguments).jaxpr
 
 
 def laid_out(tree):

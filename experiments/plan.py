@@ -364,13 +364,17 @@ def main(options: Command) -> None:
     if options.save is not None:
       report.write_json(options.save, found)
     return
+  each = [
+    dataclasses.replace(
+      options, model=model, topology=topology, mesh=mesh, rows=options.samples, decode=False
+    )
+    for model in ('qwen3-8b', 'qwen3-30b-a3b')
+    for topology, mesh in TABLE.items()
+  ]
   plans = []
-  for model in ('qwen3-8b', 'qwen3-30b-a3b'):
-    for topology, mesh in TABLE.items():
-      one = dataclasses.replace(
-        options, model=model, topology=topology, mesh=mesh, rows=options.samples, decode=False
-      )
-      plans.append(plan(one, say))
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    for found in pool.map(lambda one: plan(one, say), each):
+      plans.append(found)
       if options.save is not None:
         report.write_json(options.save, plans)
   print(plan_report.markdown(plans))
