@@ -1,4 +1,4 @@
-"""Every public transform of arrays as a program of shapes: what `benchmarks.tpu_transforms` compiles.
+"""Every public transform of arrays as a program of shapes, for `benchmarks.tpu_transforms`.
 
     with jax.set_mesh(chips.mesh('v5p:2x2x2', 2, 4)):
       for case in transforms.cases():
@@ -76,7 +76,7 @@ ROWS, SAMPLES, PROMPT, RESPONSE, VOCAB, WIDTH, TOP = 32, 4, 96, 416, 40_064, 102
 HORIZON = 1024  # of the bounds
 RESPONSE_DRAWN = 32  # by `sampling.generate`: its loop is compiled once, however long
 
-# Policies and sizes of the whole steps, and of the cases with a small policy.
+# Policies and sizes of the whole steps; of one layer, which compiles fast, for all other cases.
 DENSE = policy.PolicyConfig(
   width=256,
   layers=5,
@@ -93,8 +93,48 @@ MOE = dataclasses.replace(
 )
 STEPS = {'dense': DENSE, 'MoE': MOE}
 STEP_SEQUENCE, STEP_PROMPT = 1536, 384
-SMALL = dataclasses.replace(DENSE, layers=2)
-SMALL_MOE = dataclasses.replace(MOE, layers=2)
+SMALL = dataclasses.replace(DENSE, layers=1)
+SMALL_MOE = dataclasses.replace(MOE, layers=1)
+
+BY_ROW = P(DATA)
+
+# Public functions that are no case, by the reason; 'module.' stands for all of a module.
+EXCLUDED = {
+  'files, processes, programs and their reports: on the host': (
+    *('config_json.', 'digests.', 'loop.', 'processes.', 'provenance.', 'recording.'),
+    *('tensor_files.', 'timing.', 'tokenizer.', 'train.', 'weights.', 'tasks.task.'),
+    *('mismatch.measurements.plain', 'mismatch.presets.named'),
+  ),
+  'NumPy in float64, on the host': ('mismatch.attribution.',),
+  'sums over all sequences of a tiny world, in float64: what the others are checked against': (
+    'enumeration.',
+    'oracle.',
+  ),
+  'rewards and answers that another library computes on the host': ('tasks.reasoning.',),
+  'rows of a data set into tokens, and settings into tasks: on the host': (
+    *('tasks.addition.encode', 'tasks.addition.make', 'tasks.chain_sum.encode'),
+    *('tasks.chain_sum.make', 'tasks.moves.encode', 'tasks.moves.make', 'tasks.sorting.encode'),
+  ),
+  'checks and sizes: no arrays are computed': (
+    *('bounds.horizon', 'bounds.width', 'confidence.check_alpha', 'confidence.spent'),
+    *('divergences.check', 'divergences.static', 'mismatch.precision.check_format'),
+    *('policy.shapes', 'policy.size', 'rotary.frequencies', 'stores.bytes_per_token'),
+    *('stores.check', 'stores.describe', 'stores.fields'),
+  ),
+  'layouts, which every case has': ('sharding.',),
+  'inside the kernels, which are cases': ('lanes.', 'tiles.'),
+  'steps of divergences, linear_head and their gradients, which are cases': (
+    *('blocks.', 'terms.', 'divergences.gather', 'divergences.with_gradient', 'pair.centred'),
+    *('pair.divergence_gradients', 'pair.fused', 'pair.local_sums', 'pair.local_terms'),
+    *('pair.log_odds', 'pair.log_probs', 'pair.mean_signs', 'pair.merge', 'pair.pick'),
+    *('pair.score_gradient', 'pair.seed', 'pair.shared', 'pair.side', 'pair.sums'),
+    'pair.terms_given',
+  ),
+  'steps of the bounds and certificates, which are cases': (
+    *('bounds.after', 'bounds.before', 'bounds.paper', 'bounds.real', 'bounds.root'),
+    *('bounds.smallest', 'bounds.spread', 'bounds.tv_of_kl', 'certificate.conclude'),
+  ),
+}
 
 
 class Case(NamedTuple):
@@ -125,7 +165,7 @@ def of(shape: tuple[int, ...], *axes: str | None, dtype: Any = jnp.float32):
   return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
 
-def split(fn: Callable, *arguments, out=P(DATA)) -> Callable:
+def split(fn: Callable, *arguments, out=BY_ROW) -> Callable:
   """`fn` on each device's part of the arguments, as `judgement` and `sampling` run it."""
   specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
   return sharding.over_mesh(fn, in_specs=specs, out_specs=out)
@@ -153,7 +193,7 @@ def _name(fn) -> str:
   return f'{fn.__module__.removeprefix("trm_jax.")}.{fn.__name__}'
 
 
-def _by_rows(fn, *arguments, out=P(DATA), **settings) -> Case:
+def _by_rows(fn, *arguments, out=BY_ROW, **settings) -> Case:
   run = functools.partial(fn, **settings) if settings else fn
   return Case(_name(fn), split(run, *arguments, out=out), arguments)
 
@@ -232,7 +272,7 @@ def _scores() -> list[Case]:
   mass = of((ROWS, RESPONSE, VOCAB), DATA, None, MODEL)
   two = logits, logits
 
-  def over(fn, *arguments, form='', grad=True, out=P(DATA), **settings):
+  def over(fn, *arguments, form='', grad=True, out=BY_ROW, **settings):
     run = split(functools.partial(fn, **settings, axis_name=MODEL), *arguments, out=out)
     name = _name(fn) + (f', {form}' if form else '')
     return _both(name, run, *arguments) if grad else [Case(name, run, arguments)]
@@ -298,7 +338,8 @@ def _heads() -> list[Case]:
       head,
       **free,
     )[:1],
-    *over('brackets', functools.partial(linear_head.brackets, **at), tokens, _top(), **free),
+    # Its gradient is that of `logp`.
+    over('brackets', functools.partial(linear_head.brackets, **at), tokens, _top(), **free)[0],
     *over('logp', functools.partial(linear_head.logp, **at), tokens, **free),
     *over('kl_from', functools.partial(linear_head.kl_from, **at), hidden, head, **free),
   ]
@@ -310,7 +351,7 @@ def _kernels() -> list[Case]:
   logits = of((count, VOCAB), DATA, dtype=jnp.bfloat16)
   hidden = of((count, WIDTH), DATA, dtype=jnp.bfloat16)
   head = of((VOCAB, WIDTH), dtype=jnp.bfloat16)
-  x, tokens = of((count,), DATA), of((count,), DATA, dtype=jnp.int32)
+  x = of((count,), DATA)
   given = (x,) * 4
   # A kernel's results do not say over which axes they differ.
   local = lambda fn, *arguments: Case(
@@ -398,7 +439,7 @@ def _objectives() -> list[Case]:
   drawn = method.Method(max_kl=0.2, random_mask=True, match_length=True)
   grouped = dict(group_size=SAMPLES)
 
-  def of_method(name, fn, *arguments, out=P(DATA), grad=False):
+  def of_method(name, fn, *arguments, out=BY_ROW, grad=False):
     run = split(fn, *arguments, out=out)
     name = f'method.{name}'
     return _both(name, run, *arguments) if grad else [Case(name, run, arguments)]
@@ -459,12 +500,13 @@ def _rollout(
   ids, real = of(shape, DATA, dtype=jnp.int32), of(shape, DATA)
   row = _per_row(dtype=jnp.int32)
   wide = lambda n, *axes, dtype=jnp.float32: of((*shape, n), DATA, *axes, dtype=dtype)
-  kept = {
-    'logits': lambda: wide(VOCAB, None, MODEL),
-    'hidden': lambda: wide(width or config.width),
-    'topk': lambda: TopK(wide(TOP, dtype=jnp.int32), wide(TOP), real),
-    'logp': lambda: None,
-  }[store]()
+  kept = dict.fromkeys(('logits', 'hidden', 'top'))
+  if store == 'topk':
+    kept['top'] = TopK(wide(TOP, dtype=jnp.int32), wide(TOP), real)
+  elif store == 'logits':
+    kept['logits'] = wide(VOCAB, None, MODEL)
+  elif store == 'hidden':
+    kept['hidden'] = wide(width or config.width)
   routes = None
   if config.experts:
     slots = PROMPT + response - 1
@@ -479,7 +521,7 @@ def _rollout(
     version=ids,
     engine=row,
     reward=_per_row(),
-    **stores.fields(store, kept),
+    **kept,
   )
 
 
@@ -548,7 +590,7 @@ def _theory() -> list[Case]:
   lengths = ('d_bar', 'epsilon_t', 'delta_t')
 
   def of_settings(fn):
-    names = [n for n in inspect.signature(fn).parameters]
+    names = list(inspect.signature(fn).parameters)
     fixed = {n: static[n] for n in names if n in static}
     traced = [n for n in names if n not in static and n not in ('sd', 'clip', 'scale')]
     arguments = tuple(of((HORIZON,) if n in lengths else ()) for n in traced)
@@ -747,8 +789,7 @@ def _stores() -> list[Case]:
 
 def _reports() -> list[Case]:
   """Scalars of a step, from whole arrays."""
-  x, valid = _per_token(None), _valid(ROWS, None)
-  keep = _per_row(None, dtype=bool)
+  valid, keep = _valid(ROWS, None), _per_row(None, dtype=bool)
   lengths, ids = _per_row(None, dtype=jnp.int32), of((ROWS, RESPONSE), dtype=jnp.int32)
   rollout = _rollout(config=SMALL_MOE)
   flips = lambda rollout: metrics.route_flips(rollout, rollout.routes)
@@ -774,18 +815,12 @@ def _reports() -> list[Case]:
   return [
     _whole(metrics.by_length_quartile, keep, lengths),
     _whole(metrics.by_position_quartile, valid, valid),
+    _whole(metrics.quantiles, _per_token(None), valid, of((3,))),
     Case('metrics.summarise', summarise, (_scored(None), keep, valid)),
     _whole(metrics.ages, ids, valid, of((), dtype=jnp.int32)),
     Case('metrics.route_flips', flips, (rollout,)),
     Case('update.follow_limit', follow, (of(()), stacked)),
-    Case('mismatch.measurements.measure', _measured, (_divergences(None), valid, x, of((ROWS,)))),
   ]
-
-
-def _measured(divergences, valid, logp, advantage):
-  return measurements.measure(
-    divergences, valid, policy_logp=logp, advantage=advantage, positions=(64.0,), lengths=(64.0,)
-  )
 
 
 def _mismatch() -> list[Case]:
@@ -845,6 +880,7 @@ def _mismatch() -> list[Case]:
     _whole(measurements.confidence_table, x, x, valid),
     _whole(measurements.sequences, x, valid),
     _whole(measurements.correlation, x, x, valid),
+    Case('mismatch.measurements.measure', _measured, (_divergences(None), valid, x, of((ROWS,)))),
     *(_whole(fn, x, x, valid) for fn in named),
     *(
       Case(
@@ -888,6 +924,12 @@ def _mismatch() -> list[Case]:
     ),
     *_fleets(history),
   ]
+
+
+def _measured(divergences, valid, logp, advantage):
+  return measurements.measure(
+    divergences, valid, policy_logp=logp, advantage=advantage, positions=(64.0,), lengths=(64.0,)
+  )
 
 
 def _fleets(history) -> list[Case]:

@@ -276,9 +276,8 @@ def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
   single = [
     nnx.to_pure_dict(nnx.split(_Layer(config, nnx.Rngs(params=k)), nnx.Param)[1]) for k in keys[2:]
   ]
-  table = lambda k, scale: sharding.reshard(
-    scale * jax.random.normal(k, (vocab_size, config.width)), MODEL, DATA
-  )
+  shape, apart = (vocab_size, config.width), sharding.spec(MODEL, DATA)  # never whole anywhere
+  table = lambda k, scale: scale * jax.random.normal(k, shape, out_sharding=apart)
   params = {
     'embed': table(keys[0], 1.0),
     'layers': jax.tree.map(lambda *a: jnp.stack(a), *single),
