@@ -10,6 +10,9 @@ import importlib.util
 import math
 import os
 import re
+import resource
+import sys
+import threading
 from typing import NamedTuple
 
 import jax
@@ -21,6 +24,8 @@ from trm_jax import sharding
 from trm_jax.types import InputError
 
 GIB = 2**30
+STACK = 2**30  # bytes of address space, taken as far as used
+_LOADING = threading.Lock()  # two threads that load the compiler at a time fail
 
 
 class Chip(NamedTuple):
@@ -97,7 +102,8 @@ def mesh(topology: str, data: int, model: int) -> jax.sharding.Mesh:
     )
   without_a_tpu()
   try:
-    devices = topologies.get_topology_desc(topology, platform='tpu').devices
+    with _LOADING:
+      devices = topologies.get_topology_desc(topology, platform='tpu').devices
   except Exception as error:  # whatever the compiler's library raises for a shape it lacks
     first = str(error).splitlines()[0]
     raise InputError(
@@ -109,3 +115,17 @@ def mesh(topology: str, data: int, model: int) -> jax.sharding.Mesh:
     )
   devices = np.array(devices).reshape(data, model)
   return jax.sharding.Mesh(devices, (sharding.DATA, sharding.MODEL), (AxisType.Explicit,) * 2)
+
+
+def with_stack(module: str) -> None:
+  """Starts this command again where threads would have a small stack; call it before all else.
+
+  The TPU compiler's own threads overflow the usual 8 MiB in large programs, and a process decides
+  on that size when it starts.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+  unlimited = resource.RLIM_INFINITY
+  small = soft == unlimited or soft < STACK  # without a limit threads get 2 MiB
+  if small and (hard == unlimited or hard >= STACK):
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, hard))
+    os.execv(sys.executable, [sys.executable, '-m', module, *sys.argv[1:]])

@@ -2,7 +2,7 @@
 
     python -m experiments.plan --model qwen3-8b --topology v5e:16x16 --mesh 32,8 --seq 8192
     python -m experiments.plan --topology cpu:8 --mesh 4,2 --layers 2 --rows 2 ...    # no libtpu
-    python -m experiments.plan --table --save runs/plan.json    # 8 to 256 chips
+    python -m experiments.plan --table --seq 4096 --samples 4 --save benchmarks/plan.json
 
 Compiles the step itself (`experiments/abstract_step.py`) for the named topology from shapes alone;
 needs the extra `tpu` (pip install -e '.[tpu]'), else only `--topology cpu:N`. Where every figure
@@ -180,6 +180,12 @@ def used(found) -> float:
   )
 
 
+def side_by_side(fn, items):
+  """fn of each item in turn, two at a time; `fn` compiles, which Python does not wait for."""
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    yield from pool.map(fn, items)
+
+
 class Largest(NamedTuple):
   """The most groups of rows that were compiled and fit, with their program.
 
@@ -198,8 +204,7 @@ def largest(attempt, limit: float, verify: bool = False) -> Largest:
   Memory is taken to be linear in the rows: two programs give the line. With `verify` what it
   promises is compiled too, and less where that does not fit.
   """
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    one, two = pool.map(attempt, (1, 2))
+  one, two = side_by_side(attempt, (1, 2))
   if isinstance(one, TooLarge):
     return Largest(0, one)
   if isinstance(two, TooLarge):
@@ -372,13 +377,13 @@ def main(options: Command) -> None:
     for topology, mesh in TABLE.items()
   ]
   plans = []
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for found in pool.map(lambda one: plan(one, say), each):
-      plans.append(found)
-      if options.save is not None:
-        report.write_json(options.save, plans)
+  for found in side_by_side(lambda one: plan(one, say), each):
+    plans.append(found)
+    if options.save is not None:
+      report.write_json(options.save, plans)
   print(plan_report.markdown(plans))
 
 
 if __name__ == '__main__':
+  chips.with_stack('experiments.plan')
   command.run(Command, main)

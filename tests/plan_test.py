@@ -99,6 +99,22 @@ def test_bad_input_is_named(change, words):
     plan.main(dataclasses.replace(TINY, **change))
 
 
+@pytest.mark.parametrize(
+  'soft, hard, again',
+  [(8 * 2**20, -1, True), (-1, -1, True), (8 * 2**20, 8 * 2**20, False), (chips.STACK, -1, False)],
+)
+def test_a_small_stack_starts_the_command_again_once(soft, hard, again, monkeypatch):
+  limit, started = [(soft, hard)], []
+  monkeypatch.setattr(chips.resource, 'RLIM_INFINITY', -1)
+  monkeypatch.setattr(chips.resource, 'getrlimit', lambda _: limit[-1])
+  monkeypatch.setattr(chips.resource, 'setrlimit', lambda _, new: limit.append(new))
+  monkeypatch.setattr(chips.os, 'execv', lambda file, words: started.append(words))
+  monkeypatch.setattr(chips.sys, 'argv', ['plan.py', '--seq', '64'])
+  chips.with_stack('experiments.plan')
+  chips.with_stack('experiments.plan')  # as the new process does
+  assert [words[1:] for words in started] == [['-m', 'experiments.plan', '--seq', '64']] * again
+
+
 def test_without_the_tpu_compiler_a_plan_says_so(monkeypatch):
   monkeypatch.setattr(chips, 'installed', lambda: False)
   with pytest.raises(InputError, match='topology=v5e:4x2 needs the TPU compiler'):
