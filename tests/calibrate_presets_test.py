@@ -78,7 +78,7 @@ def test_settings_that_cannot_be_are_refused():
     ({'vocabulary': 10}, 'vocabulary=10 must be at least 1024'),
     ({'contexts': 100}, 'contexts=100 must be a positive multiple of 128'),
     ({'names': ('fp16',)}, "must hold 'moe_vllm_bf16'"),
-    ({'names': ('moe_vllm_bf16', 'stale_1')}, "'stale_1' is a mechanism"),
+    ({'names': ('moe_vllm_bf16', 'stale_1')}, "names holds 'stale_1', a mechanism"),
     ({'zipf': 1.5}, r'zipf=1.5 must lie in \(0, 1\]'),
   ):
     with pytest.raises(InputError, match=said):

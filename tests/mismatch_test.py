@@ -609,7 +609,11 @@ ALL4 = dataclasses.replace(CONFIG, experts_per_token=4)
     (dict(jitter=0.5), DENSE, 'routing.jitter=0.5 needs experts, but policy.experts=0 is a dense'),
     (dict(flips=(0.5,)), DENSE, r'routing.flips=\(0.5,\) needs experts'),
     (dict(flips=(0.5,)), ALL4, 'no expert to flip to: policy.experts_per_token=4'),
-    (dict(flips=(0.5, 0.1)), MOE2, 'routing.flips holds 2 shares; give 1, or one .* 1 layers'),
+    (
+      dict(flips=(0.5, 0.1)),
+      MOE2,
+      'routing.flips holds 2 shares, but policy.layers=1: give 1, or one',
+    ),
   ],
 )
 def test_impossible_routing(dials, config, match):
