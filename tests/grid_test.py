@@ -200,3 +200,16 @@ def test_settings_run_in_turn(tmp_path):
   assert folders() == {'warm_start', 'plain', 'with_change'}
   assert folders('warm_start') == {'seed0', 'seed1', 'seed2'}
   assert run() == found  # only read
+
+
+@pytest.mark.parametrize('experiment', [drift_or_noise, dense_precision])
+def test_published_results_are_the_experiments(experiment):
+  summary = json.loads((experiment.RESULTS / 'summary.json').read_text())
+  assert summary['steps'] == 80 and len(summary['seeds']) >= 5
+  named = {s.name: [a.name for a in s.arms] for s in experiment.SETTINGS}
+  assert {k: list(v) for k, v in summary['settings'].items()} == named
+  asked = [dataclasses.asdict(e) for e in experiment.EFFECTS]
+  assert [{k: e[k] for k in asked[0]} for e in summary['effects']] == asked
+  parts = (grid.table_of_arms, grid.table_of_effects, experiment.verdict)
+  table = (experiment.RESULTS / 'table.md').read_text()
+  assert table == '\n\n'.join(f(summary) for f in parts) + '\n'
