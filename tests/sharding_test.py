@@ -99,3 +99,16 @@ def test_simulated_devices():
   )
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == '3'
+
+
+def test_gathered_is_whole_over_one_axis_and_its_gradient_is_split():
+  with jax.set_mesh(sharding.make_mesh(4, 2)):
+    split = jax.device_put(jnp.arange(64.0).reshape(8, 8), P(sharding.DATA, sharding.MODEL))
+    whole = jax.device_put(jnp.ones(8), P(sharding.MODEL))
+    of = jax.jit(lambda x: sharding.gathered(x, sharding.DATA, jnp.bfloat16))
+    assert jax.typeof(of(split)).sharding.spec == P(None, sharding.MODEL)
+    assert of(split).dtype == jnp.bfloat16 and of(whole).dtype == jnp.float32
+    slope = jax.jit(jax.grad(lambda x: (2 * of(x).astype(jnp.float32)).sum()))(split)
+    assert jax.typeof(slope).sharding.spec == P(sharding.DATA, sharding.MODEL)
+    assert slope.dtype == jnp.float32 and (slope == 2).all()
+  assert sharding.gathered(whole, sharding.DATA, jnp.bfloat16) is whole  # no mesh, nothing to do

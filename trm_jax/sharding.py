@@ -78,6 +78,8 @@ def reshard(tree, *axes: str | None):
 def gathered(x, axis: str, dtype):
   """`x` as `dtype` with no dimension split over `axis`; what was not split stays as it is.
 
+  The gradient of `x` is split like `x` and has its dtype.
+
   A product with a matrix that is still split makes the TPU compiler pass it round in pieces and
   read all activations for each.
   """
