@@ -165,6 +165,15 @@ def test_a_missing_policy_log_prob_is_never_agreement(missing):
   assert not usable.any()
 
 
+def test_a_missing_log_prob_is_the_trainers_at_the_weights_that_drew_it():
+  # In a later update the policy has moved: the ratio there is policy / trainer, as everywhere else.
+  rollout, policy, valid = reported(jnp.nan)
+  given = dict(missing='neutral', trainer_logp=policy - 0.25)
+  filled, usable = importance.resolve_missing(rollout, policy, valid, **given)
+  assert usable.all()
+  np.testing.assert_array_equal(filled, rollout.at[2, 1].set(-1.25).at[3, 2].set(-1.25))
+
+
 def test_filled_values_carry_no_gradient():
   rollout, policy, valid = reported(jnp.nan)
   fill = lambda p: importance.resolve_missing(rollout, p, valid, missing='neutral')[0]

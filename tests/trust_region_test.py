@@ -622,6 +622,15 @@ def test_follow_stays_where_the_quantile_cannot_be_judged(bad):
   assert tr.follow(limit, jnp.arange(1.0, 9.0).at[2:].set(bad), target=0.5) == limit
 
 
+def test_follow_looks_at_usable_rows_alone():
+  # Quantile 1/2 of 1..5, whatever the rows hold that no limit could keep.
+  x = jnp.array([0.0, 1, 9, 2, 3, jnp.nan, 4, 5])
+  usable = jnp.array([0, 1, 0, 1, 1, 0, 1, 1], bool)
+  limit = jnp.float32(0.25)
+  np.testing.assert_allclose(tr.follow(limit, x, target=0.5, rate=1.0, usable=usable), 3, rtol=1e-6)
+  assert tr.follow(limit, x, target=0.5, usable=jnp.zeros(8, bool)) == limit
+
+
 def test_follow_is_positive_where_nothing_differs():
   moved = tr.follow(jnp.float32(0.25), jnp.zeros(8), target=0.5)
   assert 0 < moved < 0.25 and moved.dtype == jnp.float32

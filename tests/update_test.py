@@ -325,6 +325,14 @@ def test_missing_log_probs(name, kept):
   assert bool(report.finite) is (name != 'error')
 
 
+def test_a_missing_log_prob_reads_as_that_of_the_weights_that_drew():
+  r = rollout()
+  r = dataclasses.replace(r, logp=r.logp.at[5, 0].set(jnp.nan))
+  report = arm('neutral', batch(r, recomputed_logp=r.logp.at[5, 0].set(-2) - 0.5))[2]
+  want = np.asarray(r.logp.at[5, 0].set(-2.5))
+  np.testing.assert_array_equal(report.scored.rollout_logp, want)
+
+
 def state(optimizer):
   p = params()
   return update.TrainState(
@@ -392,6 +400,12 @@ def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
   assert fixed.limit == begin.limit
   largest = np.where(report.scored.valid[0], report.scored.divergences.kl[0], 0).max(-1)
   median = np.sort(largest)[(ROWS - 1) // 2]
+  np.testing.assert_allclose(moved.limit, 0.15**0.9 * median**0.1, rtol=1e-5)
+  # Rows that no limit could keep have no say.
+  usable = jnp.arange(ROWS)[None] >= 3
+  report = dataclasses.replace(report, scored=dataclasses.replace(report.scored, usable=usable))
+  moved = update.follow_limit(begin, report, update.Arm(), settings(follow))
+  median = np.sort(largest[3:])[(ROWS - 4) // 2]
   np.testing.assert_allclose(moved.limit, 0.15**0.9 * median**0.1, rtol=1e-5)
 
 

@@ -56,18 +56,21 @@ def resolve_missing(
   valid: Bool[Array, 'B T'],
   *,
   missing: Missing = 'reject',
+  trainer_logp: Float[Array, 'B T'] | None = None,
 ) -> tuple[Float[Array, 'B T'], Bool[Array, 'B']]:
   """(rollout log-probs without NaN on valid tokens, rows that may be used).
 
-  `reject` drops a row with a missing log-prob, `neutral` reads the engine as agreeing there (ratio
-  1), `error` is raised by the training loop before the batch is used and acts as `reject` here. An
-  infinite log-ratio on a valid token is a real violation and always drops the row. No gradient
-  flows into the filled values. Raises InputError for any other word.
+  `reject` drops a row with a missing log-prob, `neutral` reads the engine as agreeing there with
+  the trainer's numerics at the weights it drew with (`trainer_logp`; default: the policy's, the
+  same in the first update), `error` is raised by the training loop before the batch is used and
+  acts as `reject` here. An infinite log-ratio on a valid token is a real violation and always drops
+  the row. No gradient flows into the filled values. Raises InputError for any other word.
   """
   if missing not in ('reject', 'neutral', 'error'):
     raise InputError(f"missing={missing!r} is not 'reject', 'neutral' or 'error'.")
   absent = jnp.isnan(rollout_logp)
-  filled = jnp.where(absent, jax.lax.stop_gradient(policy_logp), rollout_logp)
+  agreeing = policy_logp if trainer_logp is None else trainer_logp
+  filled = jnp.where(absent, jax.lax.stop_gradient(agreeing), rollout_logp)
   log_ratio = jax.lax.stop_gradient(policy_logp) - filled
   bad = valid & ~jnp.isfinite(log_ratio)
   if missing != 'neutral':

@@ -109,7 +109,7 @@ def judge(
 
   def arm(method: mt.Method):
     rollout_logp, usable = importance.resolve_missing(
-      rollout.logp, logp, rollout.valid, missing=method.missing
+      rollout.logp, logp, rollout.valid, missing=method.missing, trainer_logp=version
     )
     seen, lower = found, compared.lower
     if method.missing == 'neutral':

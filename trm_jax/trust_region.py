@@ -330,18 +330,27 @@ def _permuted_by_length(flags, apart, lengths, key):
 
 
 def follow(
-  limit: Float[Array, ''], statistic: Float[Array, 'B'], *, target: float, rate: float = 0.1
+  limit: Float[Array, ''],
+  statistic: Float[Array, 'B'],
+  *,
+  target: float,
+  rate: float = 0.1,
+  usable: Bool[Array, 'B'] | None = None,
 ) -> Float[Array, '']:
   """The limit for the next batch: a geometric moving average of this batch's `target` quantile.
 
       log limit' = (1 - rate) log limit + rate log quantile(statistic, target)
 
   Uses past batches only, so that a row's own value never sets the limit it is judged by. `target`
-  in (0, 1) is the share to accept. Rows that cannot be judged count as the largest; where those
-  reach the quantile the limit stays. Returns f32 > 0.
+  in (0, 1) is the share to accept of the `usable` rows (default: all). Rows that cannot be judged
+  count as the largest; where those reach the quantile, or no row is usable, the limit stays.
+  Returns f32 > 0.
   """
-  worst = jnp.where(jnp.isnan(statistic), jnp.inf, jax.lax.stop_gradient(statistic))
-  now = jnp.quantile(worst, target, method='lower')
+  usable = jnp.ones(statistic.shape, bool) if usable is None else usable
+  judged = usable & ~jnp.isnan(statistic)
+  ranked = jnp.sort(jnp.where(judged, jax.lax.stop_gradient(statistic), jnp.inf))
+  last = jnp.maximum(usable.sum() - 1, 0)
+  now = ranked[jnp.floor(target * last.astype(jnp.float32)).astype(jnp.int32)]
   tiny = jnp.finfo(jnp.float32).tiny  # identical policies have statistic 0
   moved = jnp.exp((1 - rate) * jnp.log(limit) + rate * jnp.log(jnp.maximum(now, tiny)))
   return jnp.where(jnp.isfinite(now), moved, limit).astype(jnp.float32)

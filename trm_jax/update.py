@@ -261,7 +261,8 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
   """The max-KL limit after this batch, for methods that let it follow (`accept`)."""
   if all(method.accept is None for method in settings.methods):
     return state
-  kl, valid = map(_rows, (reports.scored.divergences.kl, reports.scored.valid))
+  scored = reports.scored
+  kl, valid, usable = map(_rows, (scored.divergences.kl, scored.valid, scored.usable))
   # A floor above float32 noise: a healthy batch must not pull the limit to where nothing passes.
   largest = jnp.maximum(trust_region.max_over_tokens(kl, valid), LIMIT_FLOOR)
 
@@ -270,7 +271,7 @@ def follow_limit(state: TrainState, reports: Report, arm: Arm, settings: Setting
       return lambda: state.limit
     floored = jnp.maximum(largest, method.accept_floor)
     return lambda: trust_region.follow(
-      state.limit, floored, target=method.accept, rate=method.accept_rate
+      state.limit, floored, target=method.accept, rate=method.accept_rate, usable=usable
     )
 
   branches = [one(m) for m in settings.methods]
