@@ -32,11 +32,14 @@ def case(seed=0, scale=0.5):
   return scale * jax.random.normal(keys[0], (B, T)), jnp.arange(T)[None] < lengths
 
 
-def test_an_unknown_word_for_missing_log_probs_is_refused(monkeypatch):
+def test_unknown_words_and_other_shapes_are_refused(monkeypatch):
   monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
   x, valid = case()
   with pytest.raises(InputError, match="missing='drop' is not"):
     importance.resolve_missing(x, x, valid, missing='drop')
+  for given in ((x, valid[1:]), (x, valid, valid)):
+    with pytest.raises(InputError, match=r'log_ratio has shape .* rows \[B\]'):
+      importance.effective_sample_size(*given)
 
 
 @hypothesis.given(seed=SEEDS, scale=st.sampled_from([0.01, 1.0, 8.0, 100.0]))

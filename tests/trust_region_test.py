@@ -371,10 +371,19 @@ def test_other_shapes_and_missing_statistics_are_refused(monkeypatch):
   monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
   d, valid = case()
   for wrong in (valid[0], valid[:, :-1]):
+    for criterion in (tr.max_kl, tr.prefix_max_kl, tr.prefix_max_tv):
+      with pytest.raises(InputError, match='valid has shape .* one flag for each token'):
+        criterion(d, wrong, limit=1.0)
     with pytest.raises(InputError, match='valid has shape .* one flag for each token'):
-      tr.max_kl(d, wrong, limit=1.0)
+      tr.prefix(d.kl < 1, wrong)
+  key, keep = jax.random.key(0), valid[:, 0]
+  for name in ('usable', 'lengths'):
+    with pytest.raises(InputError, match=f'{name} has shape .* one value per row'):
+      tr.permuted(keep, key, **{name: keep[1:]})
   with pytest.raises(InputError, match='sampled log-probs alone: use max_k2'):
     tr.mean_kl(dataclasses.replace(d, kl=None), valid, limit=1.0)
+  with pytest.raises(InputError, match='sampled log-probs alone: use max_k2'):
+    tr.prefix_max_kl(dataclasses.replace(d, kl=None), valid, limit=1.0)
 
 
 # Composition.

@@ -87,7 +87,14 @@ def effective_sample_size(
 
   Over `rows` (default all); NaN for none, and where one of their valid log_ratio is not finite.
   From W / max W, so it neither overflows nor depends on a clamp; empty rows count as W = 1.
+  Raises InputError where shapes differ.
   """
+  if valid.shape != log_ratio.shape or (rows is not None and rows.shape != log_ratio.shape[:1]):
+    raise InputError(
+      f'log_ratio has shape {log_ratio.shape}, valid {valid.shape}'
+      + ('' if rows is None else f' and rows {rows.shape}')
+      + ': give one value per token, [B, T], and rows [B].'
+    )
   log_w = jax.lax.stop_gradient(jnp.where(valid, log_ratio, 0)).astype(jnp.float32).sum(-1)
   rows = jnp.ones_like(log_w, bool) if rows is None else rows
   w = jnp.where(rows, jnp.exp(log_w - jnp.where(rows, log_w, -jnp.inf).max()), 0)

@@ -215,6 +215,7 @@ def prefix(inside: Bool[Array, 'B T'], valid: Bool[Array, 'B T']) -> Bool[Array,
   patched by the rollout after the first bad context obeys the limit everywhere, and certificates
   need no assumption about contexts that were not visited.
   """
+  inside = _tokens(inside, valid)
   return jnp.cumsum(valid & ~inside, -1) == 0
 
 
@@ -222,21 +223,21 @@ def prefix_max_kl(
   divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
 ) -> Bool[Array, 'B T']:
   """`max_kl` token by token: up to the first context whose KL exceeds the limit (nats)."""
-  return prefix(_within(jax.lax.stop_gradient(divergences.kl), limit), valid)
+  return prefix(_within(_tokens(divergences.kl, valid), limit), valid)
 
 
 def prefix_max_tv(
   divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
 ) -> Bool[Array, 'B T']:
   """`max_tv` token by token: up to the first context whose TV exceeds the limit in [0, 1]."""
-  return prefix(_within(jax.lax.stop_gradient(divergences.tv), limit), valid)
+  return prefix(_within(_tokens(divergences.tv, valid), limit), valid)
 
 
 def prefix_chi2_budget(
   divergences: Divergences, valid: Bool[Array, 'B T'], *, limit
 ) -> Bool[Array, 'B T']:
   """`chi2_budget` token by token: while sum_{s<=t} chi2(c_s) <= limit."""
-  chi2 = jax.lax.stop_gradient(chi2_of(divergences))
+  chi2 = _tokens(chi2_of(divergences), valid)
   return prefix(_within(jnp.cumsum(jnp.where(valid, chi2, 0), -1), limit), valid)
 
 
@@ -272,8 +273,11 @@ def permuted(
   Chosen among the `usable` rows; `keep` is 0 on the others and stays so. With `lengths`, the number
   kept of each length stays as well: `keep` is permuted among rows of equal length, neighbouring
   lengths sharing a block where their rows are few. `key` must be the same on every device of
-  `axis_name`; the masks are then one permutation.
+  `axis_name`; the masks are then one permutation. Raises InputError where the rows differ.
   """
+  for name, x in (('usable', usable), ('lengths', lengths)):
+    if x is not None and x.shape != keep.shape:
+      raise InputError(f'{name} has shape {x.shape} and keep {keep.shape}: give one value per row.')
   rank, size = 0, keep.shape[0]
   flags = keep.astype(jnp.int32)
   apart = jnp.zeros_like(flags) if usable is None else 1 - usable.astype(jnp.int32)
