@@ -466,7 +466,7 @@ def trained_policies(args: BoundTightness, engines=ENGINES) -> dict:
 
 def main(args: BoundTightness) -> None:
   """Computes, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   with en.float64():
     summary = {
       'command': 'python -m experiments.bound_tightness --publish',

@@ -292,7 +292,7 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: BoundsTable) -> None:
   """Computes, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(args)
   parts = (bounds_at, over_lengths, figures_quoted, verdict)
   to = RESULTS if args.publish else None

@@ -359,7 +359,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: CalibratePresets) -> None:
   """Fits, runs, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(args)
   parts = (table_of_fits, table_of_spreads, table_of_others, verdict)
   to = RESULTS if args.publish else None

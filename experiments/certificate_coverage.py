@@ -391,7 +391,7 @@ def draw(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: CertificateCoverage) -> None:
   """Draws batches, computes, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(args)
   parts = (coverage_table, firing_table, misuse_table, verdict)
   to = RESULTS if args.publish else None

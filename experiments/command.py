@@ -14,6 +14,9 @@ import tyro
 from trm_jax import loop, processes
 from trm_jax.types import DamagedError, InputError, NonFiniteError
 
+# The file in a directory that names the experiment whose results it holds.
+OWNER = 'experiment.txt'
+
 
 def run(command: type, main: Callable[[Any], None]) -> None:
   """Parses `command` from the command line and runs `main` on it.
@@ -44,22 +47,36 @@ def _say(error: Exception) -> str:
   return str(error)
 
 
-def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
-  """Refuses a directory that would be overwritten or cannot be written, before any compute."""
+def check_directory(args) -> None:
+  """Takes args.directory for this experiment, before any compute.
+
+  Refuses one that cannot be written, that holds something and is not to be resumed (args.resume),
+  and another experiment's.
+  """
+  directory, name = args.directory, type(args).__name__
+  owner = directory / OWNER
   try:
     directory.mkdir(parents=True, exist_ok=True)
     found = sorted(name for name in os.listdir(directory) if not name.endswith('.tmp'))
     tempfile.TemporaryFile(dir=directory, suffix='.tmp').close()
+    held = owner.read_text().strip() if owner.exists() else name
   except OSError as error:
     raise InputError(
       f'directory={directory} cannot be written ({error.strerror}); choose another.'
     ) from error
-  if found and not resume:
+  if found and not args.resume:
     raise InputError(
       f'directory={directory} already holds {found[0]!r}; choose another directory, or pass'
       ' --resume if it is a run of this command that you want to continue.'
     )
+  if held != name:
+    raise InputError(
+      f'directory={directory} belongs to the experiment {held!r} and would be overwritten by'
+      f' {name}; choose another.'
+    )
   processes.sync('looked')  # nobody writes before everybody has looked
+  if not processes.joined() or jax.process_index() == 0:
+    owner.write_text(f'{name}\n')
 
 
 def cache(directory: pathlib.Path) -> None:

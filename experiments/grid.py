@@ -302,7 +302,7 @@ def main(
   results: pathlib.Path,
 ) -> None:
   """Runs what is missing, then writes, prints and draws; `results` is where it is published."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   found = run(
     args.config, settings, seeds=args.seeds, directory=args.directory, workers=args.workers
   )

@@ -33,6 +33,7 @@ import tyro
 from experiments import arms, command, figures, grid, report
 from trm_jax import tasks, train
 from trm_jax.method import Method
+from trm_jax.types import InputError
 
 # What each task changes of the configuration; carries are learned late.
 TASKS: dict[str, dict[str, Any]] = {
@@ -68,6 +69,13 @@ class LearningCurves:
   config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
     steps=80, seed=100, eval_every=10, save_every=100
   )
+
+  def __post_init__(self):
+    if self.config.task != train.Config().task:
+      raise InputError(
+        f'task={self.config.task} has no effect: every task runs. For one alone use'
+        ' python -m experiments.train_policy --task.'
+      )
 
 
 def config_of(name: str, config: train.Config) -> train.Config:
@@ -219,7 +227,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: LearningCurves) -> None:
   """Runs what is missing, then reports."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(*run(args), args.config)
   to = RESULTS if args.publish else None
   parts = [show_table(summary), verdict(summary)]

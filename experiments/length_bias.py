@@ -270,7 +270,7 @@ def draw_figure(summary: dict, path: pathlib.Path) -> pathlib.Path:
 
 def main(args: LengthBias) -> None:
   """Measures, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(args)
   parts = (table_of_acceptance, table_of_prices, verdict)
   to = RESULTS if args.publish else None

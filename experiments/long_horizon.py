@@ -298,7 +298,7 @@ def summarise(kept: dict, found: dict, settings, config: train.Config) -> dict:
 
 def main(args: LongHorizon) -> None:
   """Runs what is missing, then reports."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(*run(args), args.config)
   to = RESULTS if args.publish else None
   parts = long_horizon_report.parts(summary)

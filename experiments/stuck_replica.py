@@ -170,7 +170,7 @@ def verdict(summary: dict) -> str:
 
 def main(args: StuckReplica) -> None:
   """Runs what is missing, then reports."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   metrics = arms.run_all(
     args.config, ARMS, seeds=args.seeds, directory=args.directory, workers=args.workers
   )

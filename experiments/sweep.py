@@ -173,7 +173,7 @@ def main(
     devices = math.prod(sharding.parse_mesh(args.config.mesh))
     processes.join(args.hosts, about, devices=devices)
     sharding.simulate_devices(devices)  # before the look at the directory uses any
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   cells = measure(args)
   if jax.process_index() != 0:
     return

@@ -508,7 +508,7 @@ def summarise(args: TokenLevelFailure) -> dict:
 
 def main(args: TokenLevelFailure) -> None:
   """Computes, prints, draws."""
-  command.check_directory(args.directory, resume=args.resume)
+  command.check_directory(args)
   summary = summarise(args)
   parts = (
     failure_report.clip_table,

@@ -102,7 +102,7 @@ def main(args: TrainPolicy) -> None:
     print(stored, file=sys.stderr)
   processes.in_turn(lambda: tasks.prepare(program.task, args.config.data_dir), 'prepared')
   directory = args.directory
-  command.check_directory(directory, resume=args.resume)
+  command.check_directory(args)
   if args.weights is None:
     params = loop.warm_start(program, directory / 'warm_start')
   else:

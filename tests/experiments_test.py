@@ -11,7 +11,7 @@ import sys
 import matplotlib.image
 import pytest
 
-from experiments import arms, command, figures, report, stuck_replica, train_policy
+from experiments import arms, command, figures, learning_curves, report, stuck_replica, train_policy
 from trm_jax import method, train
 from trm_jax.types import InputError
 
@@ -61,6 +61,19 @@ def test_directories_that_cannot_be_used(monkeypatch, capsys, tmp_path):
   code, text = run_command(monkeypatch, capsys, '--directory', str(tmp_path))
   assert code == 2 and '--resume' in text
   assert file.read_text() == 'mine' and os.listdir(tmp_path) == ['file']
+
+
+def test_a_directory_belongs_to_one_experiment(tmp_path):
+  mine = stuck_replica.StuckReplica(directory=tmp_path / 'a', resume=True)
+  command.check_directory(mine)
+  command.check_directory(mine)
+  (tmp_path / 'a' / 'summary.json').write_text('mine')
+  other = learning_curves.LearningCurves(directory=tmp_path / 'a', resume=True)
+  with pytest.raises(InputError, match="belongs to the experiment 'StuckReplica'"):
+    command.check_directory(other)
+  with pytest.raises(InputError, match='already holds'):
+    command.check_directory(dataclasses.replace(mine, resume=False))
+  assert (tmp_path / 'a' / 'summary.json').read_text() == 'mine'
 
 
 def test_help_teaches(monkeypatch, capsys):

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import arms, learning_curves, report
 from trm_jax import train
+from trm_jax.types import InputError
 
 E = learning_curves
 CONFIG = dataclasses.replace(E.LearningCurves().config, steps=9)
@@ -74,6 +75,11 @@ def test_a_single_seed_learns_nothing_and_is_drawn(tmp_path):
   assert not any(E.learned(x) for x in summary['tasks'].values())
   assert '(p -)' in E.verdict(summary)
   assert E.draw_figure(summary, tmp_path / 'figure.png').exists()
+
+
+def test_a_single_task_is_refused():
+  with pytest.raises(InputError, match='task=trm_jax.tasks.moves has no effect'):
+    learning_curves.LearningCurves(config=train.Config(task='trm_jax.tasks.moves'))
 
 
 def test_every_task_has_its_configuration():
