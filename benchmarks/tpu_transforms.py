@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from benchmarks import measure, transforms
+from benchmarks.cases import VOCAB, Case
 from experiments import chips, command, compiled
 from trm_jax import progress
 from trm_jax.types import InputError
@@ -47,13 +48,13 @@ class Command:
   """Print a table for a README."""
 
 
-def report(case: transforms.Case, mesh: tuple[int, int]) -> dict[str, Any]:
+def report(case: Case, mesh: tuple[int, int]) -> dict[str, Any]:
   """Figures of one case, compiled for the current mesh of (data, model) devices."""
   jitted = jax.jit(case.run, donate_argnums=case.donated)
   built = jitted.lower(*case.arguments).compile()
   memory, text = built.memory_analysis(), built.as_text()
   program = compiled.Program(text, mesh)
-  vocabulary = {transforms.VOCAB, transforms.VOCAB // mesh[1]}
+  vocabulary = {VOCAB, VOCAB // mesh[1]}
   wide = lambda shapes: sorted(compiled.with_axes(shapes, set(case.positions), vocabulary))
   moved, kinds = [], collections.Counter()
   for step in program.collectives():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import trm_jax
+from benchmarks import cases as c
 from benchmarks import measure, tpu_transforms, transforms
 from trm_jax import sharding
 from trm_jax.sharding import DATA, MODEL
@@ -65,7 +66,7 @@ def test_cases_are_laid_out_and_named_once():
     for leaf in jax.tree.leaves(case.arguments):
       assert dict(leaf.sharding.mesh.shape) == dict(zip((DATA, MODEL), MESH, strict=True))
   # A shape tells positions from the vocabulary, and both from widths.
-  sizes = {transforms.VOCAB, transforms.VOCAB // MESH[1], transforms.WIDTH, transforms.TOP}
+  sizes = {c.VOCAB, c.VOCAB // MESH[1], c.WIDTH, c.TOP}
   for case in cases():
     assert not sizes & case.positions, case.name
   # Everything from an output head, but what reads or gives scores, is held to hold none.
@@ -83,16 +84,16 @@ def run(monkeypatch, some, **options):
 
 def test_figures_of_a_program(monkeypatch, tmp_path, capsys):
   with jax.set_mesh(sharding.make_mesh(*MESH)):
-    rows = transforms.of((8, 1024), DATA)
-    table = transforms.of((2, transforms.VOCAB), None, MODEL)
-  over = functools.partial(transforms.split, out=jax.P(DATA, MODEL))
+    rows = c.of((8, 1024), DATA)
+    table = c.of((2, c.VOCAB), None, MODEL)
+  over = functools.partial(c.split, out=jax.P(DATA, MODEL))
   product = over(lambda x, w: jnp.sin(x[:, :2]) @ jnp.sin(w), rows, table)
-  total = transforms.split(lambda x: jax.lax.psum(x.sum(), DATA), rows, out=jax.P())
+  total = c.split(lambda x: jax.lax.psum(x.sum(), DATA), rows, out=jax.P())
   some = [
-    transforms.Case('tiny', jnp.sin, (jnp.zeros(3),)),
-    transforms.Case('sum', total, (rows,)),
+    c.Case('tiny', jnp.sin, (jnp.zeros(3),)),
+    c.Case('sum', total, (rows,)),
     # A device has two of the eight rows.
-    transforms.Case('scores', product, (rows, table), positions=frozenset({2})),
+    c.Case('scores', product, (rows, table), positions=frozenset({2})),
   ]
   file = tmp_path / 'figures.json'
   run(monkeypatch, some, save=file, markdown=True)
@@ -101,7 +102,7 @@ def test_figures_of_a_program(monkeypatch, tmp_path, capsys):
   assert one['arguments'] == 8 * 1024 * 4 / MESH[0] / measure.MIB
   assert one['collectives'] == {'all-reduce over data': 1}
   assert one['scores'] == [] and one['bytes'] > 0 and one['jax'] == jax.__version__
-  assert [2, transforms.VOCAB // MESH[1]] in two['scores']
+  assert [2, c.VOCAB // MESH[1]] in two['scores']
   printed = capsys.readouterr().out
   assert '| sum ' in printed and '1 all-reduce over data' in printed
   assert 'no collective: `tiny`, `scores`.' in printed and '| tiny ' not in printed
@@ -111,10 +112,10 @@ def test_what_does_not_compile_is_named(monkeypatch, tmp_path, capsys):
   def refused():
     raise NotImplementedError('no such instruction')
 
-  good = transforms.Case('good', lambda: jnp.zeros(3), ())
+  good = c.Case('good', lambda: jnp.zeros(3), ())
   file = tmp_path / 'figures.json'
   with pytest.raises(SystemExit, match='1 of 2 programs'):
-    run(monkeypatch, [transforms.Case('bad', refused, ()), good], save=file)
+    run(monkeypatch, [c.Case('bad', refused, ()), good], save=file)
   bad, good = json.loads(file.read_text())
   assert bad['error'] == 'NotImplementedError: no such instruction' and 'error' not in good
   assert 'cpu:8 bad: NotImplementedError' in capsys.readouterr().err
