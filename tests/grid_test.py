@@ -202,7 +202,7 @@ def test_settings_run_in_turn(tmp_path):
   assert run() == found  # only read
 
 
-@pytest.mark.parametrize('experiment', [drift_or_noise, dense_precision])
+@pytest.mark.parametrize('experiment', [drift_or_noise, dense_precision, reuse])
 def test_published_results_are_the_experiments(experiment):
   summary = json.loads((experiment.RESULTS / 'summary.json').read_text())
   assert summary['steps'] == 80 and len(summary['seeds']) >= 5
