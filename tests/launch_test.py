@@ -176,8 +176,31 @@ def test_scripts_say_what_is_missing(script, name):
   assert code != 0 and out == '' and f'{name}: set {name} to' in err
 
 
+def manifest():
+  return yaml.safe_load((LAUNCH / 'jobset.yaml').read_text())
+
+
+def script_of(found):
+  """What the manifest's container runs."""
+  job = found['spec']['replicatedJobs'][0]['template']['spec']
+  return job['template']['spec']['containers'][0]['args'][0]
+
+
+@pytest.mark.parametrize('name', ['tpu_vm.sh', 'queued_resource.sh', 'xpk.sh', 'slurm.sbatch', ''])
+def test_shellcheck_finds_nothing(tmp_path, name):
+  path = LAUNCH / name if name else tmp_path / 'manifest.sh'
+  if not name:
+    path.write_text(script_of(manifest()))
+  check = [pathlib.Path(sys.executable).with_name('shellcheck'), '--shell=bash', path]
+  assert run(*check)[:2] == (0, '')
+  # ... and would find something.
+  bad = tmp_path / 'bad.sh'
+  bad.write_text('rm -r $1/$2\n')
+  assert 'SC2086' in run(*check[:-1], bad)[1]
+
+
 def test_the_manifest_field_by_field():
-  found = yaml.safe_load((LAUNCH / 'jobset.yaml').read_text())
+  found = manifest()
   assert (found['apiVersion'], found['kind']) == ('jobset.x-k8s.io/v1alpha2', 'JobSet')
   assert found['metadata']['annotations'] == {
     'alpha.jobset.sigs.k8s.io/exclusive-topology': 'cloud.google.com/gke-nodepool'
@@ -210,9 +233,7 @@ def test_the_manifest_field_by_field():
 @pytest.mark.parametrize('stopped', [True, False])
 def test_the_manifests_shell_passes_sigterm_on_and_tells_stopped_from_done(tmp_path, stopped):
   """Its very script, with a stand-in for the run that draws the figure unless it is stopped."""
-  (script,) = yaml.safe_load((LAUNCH / 'jobset.yaml').read_text())['spec']['replicatedJobs'][0][
-    'template'
-  ]['spec']['template']['spec']['containers'][0]['args']
+  script = script_of(manifest())
   (tmp_path / 'first').mkdir()
   (tmp_path / 'python').write_text(
     f'#!/bin/bash\ntrap "touch {tmp_path}/term; exit 0" TERM\ntouch {tmp_path}/up\n'
