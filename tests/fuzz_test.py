@@ -1,6 +1,6 @@
 """Whatever comes in: one clear sentence or the right thing, never a traceback, never a wrong read.
 
-`make test` tries a few inputs of each kind, `make test-all` ten thousand.
+`make test` tries a few inputs of each kind, `make test-all` ten thousand in all.
 """
 
 import contextlib
@@ -27,6 +27,10 @@ from experiments import command, train_policy
 from trm_jax import recording, tasks, train
 from trm_jax import types as trm_types
 from trm_jax.types import InputError
+
+# Four tests, 2500 inputs each where every test is thorough.
+EXAMPLES = 25 if hypothesis.settings().max_examples <= 25 else 2500
+MANY = hypothesis.settings(max_examples=EXAMPLES)
 
 NUMBERS = st.one_of(
   st.integers(-3, 40),
@@ -94,6 +98,7 @@ def check_sentence(error):
 
 # The run-time type checker draws random names while a strategy runs.
 @pytest.mark.filterwarnings('ignore::hypothesis.errors.HypothesisDeprecationWarning')
+@MANY
 @hypothesis.given(settings_of(train.Config))
 def test_any_settings_make_a_program_or_one_sentence(config):
   if not isinstance(config, InputError):
@@ -126,6 +131,7 @@ ARGUMENTS = st.lists(
 ).map(lambda parts: [word for part in parts for word in part])
 
 
+@MANY
 @hypothesis.given(ARGUMENTS)
 def test_any_command_line_is_understood_or_refused_with_code_2(words):
   seen = []
@@ -195,6 +201,7 @@ def damage(path, which, how, where, content):
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@MANY
 @hypothesis.given(st.lists(DAMAGE, min_size=1, max_size=2))
 def test_a_damaged_run_gives_what_was_saved_or_one_sentence(saved, damages):
   abstract = jax.tree.map(
@@ -235,6 +242,7 @@ def judges():
   return [(task, jax.jit(task.reward)) for task in found]
 
 
+@MANY
 @hypothesis.given(st.integers(0, len(NAMES) - 1), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_tokens_earn_a_reward_of_0_or_1(judges, which, seed, wild):
   task, reward = judges[which]
