@@ -193,3 +193,35 @@ def test_load_balance_is_least_where_experts_are_used_evenly():
   # Following the gradient sends probability from the crowded expert to the others.
   grad = jax.grad(experts.load_balance)(*map(jnp.asarray, (flat, 0 * even + 2, real)))
   assert (grad[..., 2] > 0).all() and (np.delete(grad, 2, -1) < 0).all()
+
+
+def test_the_kernel_for_gradients_of_matrices_sums_each_run():
+  """Runs that start and end inside of what it takes at a time, an empty one, rows of no run."""
+  sizes = np.array([3, 0, 600, 509, 1])
+  rng = np.random.default_rng(1)
+  rows, g = (rng.normal(size=(1200, n)) for n in (48, 40))
+  rows, g = (jnp.asarray(x, jnp.bfloat16) for x in (rows, g))
+  ends = sizes.cumsum()
+  exact = [np.asarray(x, np.float64) for x in (rows, g)]
+  want = np.stack(
+    [exact[0][e - n : e].T @ exact[1][e - n : e] for e, n in zip(ends, sizes, strict=True)]
+  )
+  beyond = (jnp.arange(1200) >= ends[-1])[:, None]
+  rows, g = (jnp.where(beyond, jnp.nan, x).astype(x.dtype) for x in (rows, g))
+  got = experts._by_run(rows, g, jnp.asarray(sizes, jnp.int32), interpret=True)
+  assert got.dtype == jnp.bfloat16 and (np.abs(want).max((1, 2)) > 1).sum() == 4
+  np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-6)
+
+
+def test_bfloat16_products_and_gradients_are_those_of_float32_rounded(monkeypatch):
+  """With the TPU's kernel in the place it has there."""
+  kernel = functools.partial(experts._by_run, interpret=True)
+  on_tpu = lambda *args, tpu, default: kernel(*args)
+  low = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+  args = low(MATRICES), low(X), SCORES, low(WEIGHT)
+  exact = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+  want = compiled('ragged')(*exact)
+  monkeypatch.setattr(jax.lax, 'platform_dependent', on_tpu)
+  loss = lambda m, x, s, w: (w * block(m, x, s, 'ragged')).astype(jnp.float32).sum()
+  got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
+  close(low(got), want[1], 0.03)

@@ -7,6 +7,7 @@ Two ways to compute the same sum. `dense` sends every token through every expert
 best where E is small. `ragged` sorts (token, choice) pairs by expert and multiplies each expert's
 run of rows with its own matrices (`jax.lax.ragged_dot`): K / E of the work on backends that have
 grouped products. XLA's CPU backend has none and expands the rows E times, so there it is for tests.
+XLA for TPUs has all but the gradient of the matrices; that takes the kernel that comes with JAX.
 """
 
 import functools
@@ -14,12 +15,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import P
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax import sharding
 from trm_jax.mismatch.hooks import Hooks
 from trm_jax.sharding import DATA, MODEL
 from trm_jax.types import InputError
+
+RUN = 512  # rows that the TPU kernel takes at a time
 
 
 def route(
@@ -106,16 +110,20 @@ def ragged(
 
 
 def _blocks(fn, *args):
-  """`fn(rows.., matrices..)` on each device's rows and experts."""
+  """The sum over devices of `fn(rows.., matrices..)` on their rows and experts."""
   if not sharding.active():
     return fn(*args, axis_name=None)
   # Matrices have three axes [E,_,_] and come last; rows are split over `data`.
   count = {_all: 3, _inner: 2, _outer: 1}[fn]
-  specs = (P(DATA),) * (len(args) - count) + (P(MODEL),) * count
-  mapped = sharding.over_mesh(
-    functools.partial(fn, axis_name=MODEL), in_specs=specs, out_specs=P(DATA)
+  # Unchecked, since the library's kernel does not say over which axes its results differ. What each
+  # device of `model` adds is a result of its own, so that the sum and its gradient stand outside.
+  mapped = jax.shard_map(
+    lambda *args: fn(*args, axis_name=MODEL)[None],
+    in_specs=(P(DATA),) * (len(args) - count) + (P(MODEL),) * count,
+    out_specs=P(MODEL, DATA),
+    check_vma=False,
   )
-  return mapped(*(sharding.reshard(a, DATA) for a in args[:-count]), *args[-count:])
+  return mapped(*(sharding.reshard(a, DATA) for a in args[:-count]), *args[-count:]).sum(0)
 
 
 def _order(routes, experts, axis_name):
@@ -128,8 +136,7 @@ def _order(routes, experts, axis_name):
     routes = routes - jax.lax.axis_index(axis_name) * experts
   here = (routes >= 0) & (routes < experts)
   routes = jnp.where(here, routes, experts)
-  # argsort would lose the type of what differs between devices, and with it a gradient's sum.
-  order = jax.lax.sort((routes, jnp.arange(routes.size) + 0 * routes), num_keys=1)[1]
+  order = jnp.argsort(routes)
   sizes = (routes[:, None] == jnp.arange(experts)[None]).sum(0, dtype=jnp.int32)
   return order, sizes, here
 
@@ -139,55 +146,85 @@ def _expand(x, order, sizes, gate, up, choices):
   return jax.nn.silu(_grouped(rows, gate, sizes)) * _grouped(rows, up, sizes)
 
 
-def _grouped(rows, matrices, sizes, **kwargs):
-  """Each expert's run of rows with its own matrix."""
+def _grouped(rows, matrices, sizes, dtype=None):
+  """Each expert's run of rows with its own matrix, [rows, _] in `dtype` (default: that of rows)."""
+  return _products(rows, matrices, sizes, dtype or rows.dtype)
+
+
+def _ragged_dot(rows, matrices, sizes, dtype):
   # A TPU's kernel refuses bfloat16 operands at the precision that float32 ones are given here.
-  low = rows.dtype == matrices.dtype == jnp.bfloat16
-  precision = jax.lax.Precision.DEFAULT if low else None
-  return jax.lax.ragged_dot(rows, matrices, sizes, precision=precision, **kwargs)
+  precision = jax.lax.Precision.DEFAULT if _low(rows, matrices) else None
+  return jax.lax.ragged_dot(
+    rows, matrices, sizes, precision=precision, preferred_element_type=dtype
+  )
+
+
+def _low(*arrays):
+  return all(x.dtype == jnp.bfloat16 for x in arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(rows, matrices, sizes, dtype):
+  return _ragged_dot(rows, matrices, sizes, dtype)
+
+
+def _products_forward(rows, matrices, sizes, dtype):
+  return _ragged_dot(rows, matrices, sizes, dtype), (rows, matrices, sizes)
+
+
+def _products_backward(dtype, saved, g):
+  rows, matrices, sizes = saved
+  (of_rows,) = jax.linear_transpose(lambda x: _ragged_dot(x, matrices, sizes, dtype), rows)(g)
+
+  def plainly(rows, g, sizes):
+    return jax.linear_transpose(lambda w: _ragged_dot(rows, w, sizes, dtype), matrices)(g)[0]
+
+  if not _low(rows, matrices):
+    return of_rows, plainly(rows, g, sizes), None
+  # XLA for TPUs multiplies all rows with all runs here, E times the work.
+  of_matrices = jax.lax.platform_dependent(rows, g, sizes, tpu=_by_run, default=plainly)
+  return of_rows, of_matrices, None
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _by_run(rows, g, sizes, *, interpret=False):
+  """rows^T g of each run, [E,D,F], by JAX's TPU kernel."""
+  rows, g = (jnp.pad(x, ((0, -x.shape[0] % RUN), (0, 0))) for x in (rows, g.astype(rows.dtype)))
+  tile = lambda m, k, n: (RUN, min(k, 512), min(n, 1024))
+  # Around it the policy asks for float32 products, which the TPU compiler refuses for bfloat16.
+  with jax.default_matmul_precision('default'):
+    return tgmm(rows.T, g, sizes, rows.dtype, tile, interpret=interpret)
 
 
 def _contract(inner, order, sizes, here, gates, down):
   """Sum over choices of gate * inner down_e, back in the order of the tokens."""
   inner = inner * gates.reshape(-1)[order].astype(inner.dtype)[:, None]
-  out = _grouped(inner, down, sizes, preferred_element_type=jnp.float32)
+  out = _grouped(inner, down, sizes, jnp.float32)
   out = jnp.where(here[order][:, None], out, 0)
   back = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
   return back.reshape(*gates.shape, -1).sum(-2).astype(inner.dtype)
 
 
-def _sum(x, axis_name):
-  return x if axis_name is None else jax.lax.psum(x, axis_name)
-
-
 def _all(x, routes, gates, gate, up, down, *, axis_name):
   order, sizes, here = _order(routes, gate.shape[0], axis_name)
-  x, gates = _local((x, gates), axis_name)
   inner = _expand(x, order, sizes, gate, up, routes.shape[-1])
-  return _sum(_contract(inner, order, sizes, here, gates, down), axis_name)
+  return _contract(inner, order, sizes, here, gates, down)
 
 
 def _inner(x, routes, gate, up, *, axis_name):
   order, sizes, here = _order(routes, gate.shape[0], axis_name)
-  (x,) = _local((x,), axis_name)
   inner = _expand(x, order, sizes, gate, up, routes.shape[-1])
   inner = jnp.where(here[order][:, None], inner, 0)
   back = jnp.zeros_like(inner).at[order].set(inner, unique_indices=True)
-  return _sum(back.reshape(*routes.shape, -1), axis_name)
+  return back.reshape(*routes.shape, -1)
 
 
 def _outer(inner, routes, gates, down, *, axis_name):
   order, sizes, here = _order(routes, down.shape[0], axis_name)
-  inner, gates = _local((inner, gates), axis_name)
   rows = inner.reshape(-1, inner.shape[-1])[order]
-  return _sum(_contract(rows, order, sizes, here, gates, down), axis_name)
-
-
-def _local(arrays, axis_name):
-  """Marked as differing between devices of `model`, so that their cotangents are summed."""
-  if axis_name is None:
-    return arrays
-  return tuple(jax.lax.pcast(a, axis_name, to='varying') for a in arrays)
+  return _contract(rows, order, sizes, here, gates, down)
 
 
 def load_balance(
