@@ -33,23 +33,30 @@ def band(axis, curve, colour, label=None, floor=None):
 
 
 def run(metrics: list[dict[str, float]], path: pathlib.Path, *, title: str) -> pathlib.Path:
-  """One run: accuracy, divergence of the rollouts, acceptance."""
+  """One run: accuracy, divergence of the rollouts (or bounds of it), acceptance."""
   figure, axes = plt.subplots(1, 3, figsize=(12, 3.4))
 
-  def line(axis, name, label):
+  def line(axis, name, label, **style):
     points = [(r['step'], r[name]) for r in metrics if name in r and r[name] == r[name]]
     if points:
-      axis.plot(*zip(*points, strict=True), label=label, linewidth=1.4)
+      axis.plot(*zip(*points, strict=True), label=label, linewidth=1.4, **style)
 
   line(axes[0], 'accuracy/sampled', 'sampled')
   line(axes[0], 'accuracy/greedy', 'greedy')
   line(axes[0], 'reward', 'training reward')
   axes[0].set(title='Accuracy without mismatch', xlabel='RL step', ylim=(0, 1))
-  for name in ('kl/median', 'kl/mean', 'kl/p90', 'kl/max'):
-    line(axes[1], name, name.removeprefix('kl/'))
+  for colour, name in zip(COLOURS[1:], ('median', 'mean', 'p90', 'max'), strict=False):
+    line(axes[1], f'kl/{name}', name, color=colour)
+    line(axes[1], f'kl/upper/{name}', f'{name}, at most', color=colour)
+    line(axes[1], f'kl/lower/{name}', f'{name}, at least', color=colour, linestyle='--')
+  if not axes[1].lines:
+    where = dict(ha='center', va='center', transform=axes[1].transAxes, fontsize=8)
+    axes[1].text(0.5, 0.5, 'unknown: only sampled log-probs were kept (--store logp)', **where)
   axes[1].set(title='Token KL(rollout || policy), nats', xlabel='RL step')
   axes[1].set_yscale('symlog', linthresh=1e-6)
   line(axes[2], 'acceptance', 'all')
+  line(axes[2], 'acceptance/lower', 'judged by the lower bound', linestyle=':')
+  line(axes[2], 'acceptance/upper', 'judged by the upper bound', linestyle=':')
   for i in range(1, 5):
     line(axes[2], f'acceptance/length_q{i}', f'length quartile {i}')
   axes[2].set(title='Share of sequences kept', xlabel='RL step', ylim=(-0.02, 1.02))

@@ -124,6 +124,22 @@ def test_one_run_from_the_command_line_interrupted_and_resumed(tmp_path):
   assert list((directory / 'rl' / 'tensorboard').iterdir())
 
 
+@pytest.mark.parametrize(
+  'names, labels',
+  [
+    (['kl/mean'], ['mean']),
+    (['kl/upper/mean', 'kl/lower/mean'], ['mean, at most', 'mean, at least']),
+    ([], []),
+  ],
+)
+def test_a_figure_of_a_run_shows_what_is_known_of_the_kl(monkeypatch, tmp_path, names, labels):
+  monkeypatch.setattr(figures, 'save', lambda figure, path: figure)
+  rows = [{'step': i, 'acceptance': 1.0, **dict.fromkeys(names, 0.1 * i)} for i in range(3)]
+  axis = figures.run(rows, tmp_path / 'a.png', title='').axes[1]
+  assert [line.get_label() for line in axis.lines] == labels
+  assert [text.get_text()[:7] for text in axis.texts] == ([] if names else ['unknown'])
+
+
 def fake_metrics(seeds=(0, 1, 2), steps=9):
   """Arms with known finals: clean .6, ignored .2, clip .55, tis .5, trm .6, random .4, by seed."""
   finals = dict(
