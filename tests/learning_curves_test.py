@@ -113,3 +113,11 @@ def test_what_is_used_is_counted():
   before = E._used()
   subprocess.run([sys.executable, '-c', 'sum(range(5_000_000))'], check=True)
   assert E._used() > before
+
+
+def test_published_results_are_the_experiments():
+  summary = json.loads((learning_curves.RESULTS / 'summary.json').read_text())
+  assert summary['steps'] == 80 and len(summary['seeds']) >= 5
+  assert list(summary['tasks']) == list(learning_curves.TASKS)
+  table = (learning_curves.RESULTS / 'table.md').read_text()
+  assert table == f'{learning_curves.show_table(summary)}\n\n{learning_curves.verdict(summary)}\n'
