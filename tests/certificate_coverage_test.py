@@ -2,6 +2,7 @@
 
 import copy
 import json
+import types
 
 import numpy as np
 import pytest
@@ -99,6 +100,7 @@ def test_bad_input(change, word):
     cc.CertificateCoverage(**change)
 
 
-def test_a_scenario_that_is_none():
-  with pytest.raises(InputError, match='is part of no name'):
+def test_a_scenario_that_is_none(monkeypatch):
+  monkeypatch.setattr(known_pairs, 'scenarios', lambda seed: [types.SimpleNamespace(name='small')])
+  with pytest.raises(InputError, match='is part of no name of a scenario: small'):
     cc.summarise(cc.CertificateCoverage(only=('nothing',)))

@@ -330,6 +330,7 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(minibatches=3), 'minibatches'),
     (dict(microbatches=8), 'microbatches'),
     (dict(mesh='1,3'), 'kv_heads'),
+    (dict(policy=dataclasses.replace(TINY, kv_heads=1)), 'policy.kv_heads=1'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
     (dict(replay_routes='experts', policy=DENSE), "replay_routes='experts' needs experts"),
     (dict(replay_support=True, store='topk'), "replay_support=True .*store='topk' holds none"),

@@ -102,7 +102,8 @@ class Config:
   # Renormalise the trainer's policy over the tokens that the engine's filters let pass; surrogate
   # and trust region then speak of that policy. Needs store logits.
   replay_support: bool = False
-  # plain holds [T,T] scores; blockwise never does; splash is a kernel on a TPU, else blockwise.
+  # plain holds [T,T] scores; blockwise never does; splash is a TPU's kernel for bfloat16 and heads
+  # of a multiple of 128, and blockwise elsewhere.
   attention: Literal['plain', 'blockwise', 'splash'] = 'plain'
   # Devices as DATA,MODEL: rows over data, heads, experts and vocabulary over model.
   mesh: str = '1,1'
@@ -169,6 +170,8 @@ class Config:
         raise InputError(
           f'policy.{name}={value} must be a multiple of {model}, the MODEL of mesh={self.mesh}.'
         )
+    if self.policy.kv_heads == 1:  # an axis of 1 loses its place in the layout
+      raise InputError('policy.kv_heads=1 cannot be laid out over a mesh; use 2 or more.')
     if self.policy.width % data:
       raise InputError(
         f'policy.width={self.policy.width} must be a multiple of {data}, the DATA of'
