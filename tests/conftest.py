@@ -35,7 +35,7 @@ SHARED = {
   'database': None,
   'suppress_health_check': [hypothesis.HealthCheck.too_slow],
 }
-hypothesis.settings.register_profile('quick', max_examples=25, **SHARED)
+hypothesis.settings.register_profile('quick', max_examples=15, **SHARED)
 hypothesis.settings.register_profile('thorough', max_examples=500, **SHARED)
 # `--hypothesis-profile=thorough` is read later and wins.
 hypothesis.settings.load_profile('quick')

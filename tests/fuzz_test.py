@@ -29,7 +29,7 @@ from trm_jax import types as trm_types
 from trm_jax.types import InputError
 
 # Four tests, 2500 inputs each where every test is thorough.
-EXAMPLES = 25 if hypothesis.settings().max_examples <= 25 else 2500
+EXAMPLES = 2500 if hypothesis.settings().max_examples > 25 else 25
 MANY = hypothesis.settings(max_examples=EXAMPLES)
 
 NUMBERS = st.one_of(

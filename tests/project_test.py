@@ -160,7 +160,7 @@ def test_examples_are_reproducible():
   settings = hypothesis.settings()
   assert settings.derandomize
   assert settings.deadline is None
-  assert settings.max_examples in (25, 500)
+  assert settings.max_examples in (15, 500)
 
 
 def test_annotations_are_checked():
