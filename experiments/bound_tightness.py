@@ -12,7 +12,7 @@ Falsified if: one violation is counted, or the exact worst case at a fixed diver
 Honest caveat: the worlds are small and random, and i.i.d. tokens are one family; that the truth
 lies below a bound there does not make the bound loose for every policy.
 
-    python -m experiments.bound_tightness                    # 400 worlds, about a minute
+    python -m experiments.bound_tightness                    # 400 worlds, two minutes on one core
     python -m experiments.bound_tightness --worlds 400       # 2000 worlds
 """
 

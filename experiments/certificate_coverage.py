@@ -4,10 +4,10 @@ Pairs of policies small enough to enumerate, so that J(policy) - J(rollout) is k
 batches of their rollouts every certificate is computed and compared with the truth.
 
 Claim under test: the finite-sample certificates hold with probability 1 - alpha in every scenario,
-rare disasters included; the asymptotic ones do not; importance sampling fires wherever any
-certificate by way of the surrogate does.
+rare disasters included; the asymptotic ones do not; importance sampling fires wherever a
+finite-sample certificate by way of the surrogate does.
 Falsified if: a finite-sample coverage falls below 1 - alpha by more than three standard errors, or
-a surrogate certificate fires more often than importance sampling by more than that.
+such a surrogate certificate fires more often than importance sampling by more than that.
 Honest caveat: limits, budgets and bands are read off the exact policies, so that nothing is
 rejected: the kindest choice for the certificates that need them.
 

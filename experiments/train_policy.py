@@ -6,7 +6,8 @@
     python -m experiments.train_policy --directory runs/trm ... --resume
     python -m experiments.train_policy --directory /shared/trm ... --distributed   # on every host
 
-Writes config.json, metrics.jsonl, tensorboard events, checkpoints and a figure into the directory.
+Writes a figure into the directory, and into its folders warm_start and rl config.json,
+metrics.jsonl, TensorBoard events and checkpoints.
 Your own task: --task my_package.my_task, a module that defines TASK (see trm_jax/tasks/task.py).
 """
 

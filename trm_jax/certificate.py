@@ -13,8 +13,8 @@ difficulty and are averaged before anything is concluded.
 
 W = prod_t ratio_t. They need log-ratios and rewards, nothing else: no divergence, no limit, no
 bound. `surrogate_certificate` has those that go by way of the surrogate and its error bound; in
-`experiments.certificate_coverage` none of them fires more often. A mask has no place in a
-certificate: every rejected row costs its reward.
+`experiments.certificate_coverage` none of them of the same guarantee fires more often. A mask has
+no place in a certificate: every rejected row costs its reward.
 
 What voids all of them:
 - Rows that the policy was fitted on. Minibatch j may certify the policy before its update

@@ -3,7 +3,8 @@
 To add a task, write one module, in this folder or anywhere Python can import from (sorting.py is
 the model), that holds
   1. the vocabulary: a tuple with the text of each token id, EOS and PAD among them;
-  2. a TFDS builder: `_info`, `_split_generators`, `_generate_examples`, with a fixed seed, and
+  2. a TFDS builder: `_info`, `_split_generators` (splits `train`, on which RL draws, `validation`,
+     on which it is evaluated, and `test`), `_generate_examples`, with a fixed seed, and
      `url_infos = None` where nothing is downloaded;
   3. `encode(row) -> ids`: the unpadded prompt of one row of that data set;
   4. `reward(prompts, start, tokens, valid) -> [B]`: pure jnp, each row on its own;
