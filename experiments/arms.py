@@ -41,7 +41,8 @@ class Arm:
 
 def default_workers() -> int:
   """One worker per core on a CPU; one in all where an accelerator does the work."""
-  return os.cpu_count() or 1 if jax.default_backend() == 'cpu' else 1
+  allowed = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+  return allowed or 1 if jax.default_backend() == 'cpu' else 1
 
 
 def _cores(workers: int) -> list[int | None]:

@@ -57,7 +57,7 @@ def check_directory(args) -> None:
   owner = directory / OWNER
   try:
     directory.mkdir(parents=True, exist_ok=True)
-    found = sorted(name for name in os.listdir(directory) if not name.endswith('.tmp'))
+    found = sorted(n for n in os.listdir(directory) if not n.endswith('.tmp') and n != OWNER)
     tempfile.TemporaryFile(dir=directory, suffix='.tmp').close()
     held = owner.read_text().strip() if owner.exists() else name
   except OSError as error:
@@ -74,7 +74,8 @@ def check_directory(args) -> None:
       f'directory={directory} belongs to the experiment {held!r} and would be overwritten by'
       f' {name}; choose another.'
     )
-  processes.sync('looked')  # nobody writes before everybody has looked
+  if processes.joined():  # alone, jax stays untouched: devices may yet have to be simulated
+    processes.sync('looked')  # nobody writes before everybody has looked
   if not processes.joined() or jax.process_index() == 0:
     owner.write_text(f'{name}\n')
 

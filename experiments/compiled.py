@@ -135,7 +135,9 @@ class Program:
   def _collective(self, step, kind, times, scattered):
     shapes = [(dtype, shape) for dtype, shape, _ in arrays(step.result)]
     if step.kind.endswith('-start') and kind != 'all-reduce':
-      shapes = [max(shapes, key=lambda x: size(*x))]  # operand and result stand side by side
+      # Operands and results stand side by side, of a permute with two counters more.
+      half = len(shapes) // 2 if kind == 'all-gather' else 1
+      shapes = shapes[half : 2 * half]
     group, over = self._group(step.text)
     total = sum(size(*x) for x in shapes)
     part = (group - 1) / group if group else 1

@@ -54,7 +54,8 @@ class TrainPolicy:
   # Continue the run in the directory from its last checkpoint.
   resume: bool = False
   # Start from published weights: the folder of a checkpoint (trm_jax.weights), which brings the
-  # architecture of the policy; there is no warm start then.
+  # architecture of the policy (not how it is computed: --policy.dtype, --policy.remat,
+  # --policy.expert-compute); there is no warm start then.
   weights: pathlib.Path | None = None
   # Trace the steps START:STOP into DIRECTORY/rl/profile, for xprof or TensorBoard, e.g. 3:5.
   profile: str | None = None
@@ -68,8 +69,12 @@ class TrainPolicy:
 
 def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
   """The configuration with a checkpoint's architecture and without a warm start."""
-  if config.policy != policy.PolicyConfig():
-    raise InputError(f'weights={folder} brings the architecture itself: leave out --policy.*.')
+  how = {name: getattr(config.policy, name) for name in ('dtype', 'remat', 'expert_compute')}
+  if config.policy != dataclasses.replace(policy.PolicyConfig(), **how):
+    raise InputError(
+      f'weights={folder} brings the architecture itself: leave out --policy.* other than dtype,'
+      ' remat and expert-compute.'
+    )
   found, size = config_json.read(folder / 'config.json')
   task = tasks.load(config.task)
   if size != task.vocab_size:
@@ -78,7 +83,7 @@ def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
       ' use a task of its tokenizer (trm_jax/tasks/reasoning.py).'
     )
   off = dataclasses.replace(config.warm_start, steps=0)
-  return dataclasses.replace(config, policy=found, warm_start=off)
+  return dataclasses.replace(config, policy=dataclasses.replace(found, **how), warm_start=off)
 
 
 def main(args: TrainPolicy) -> None:

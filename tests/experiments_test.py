@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 
 from experiments import arms, command, figures, learning_curves, report, stuck_replica, train_policy
-from trm_jax import method, train
+from trm_jax import method, processes, train
 from trm_jax.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -74,6 +74,15 @@ def test_a_directory_belongs_to_one_experiment(tmp_path):
   with pytest.raises(InputError, match='already holds'):
     command.check_directory(dataclasses.replace(mine, resume=False))
   assert (tmp_path / 'a' / 'summary.json').read_text() == 'mine'
+
+
+def test_a_directory_that_holds_nothing_yet_is_taken_again(monkeypatch, tmp_path):
+  """As bad input leaves it; and no device is asked for, since some may yet have to be simulated."""
+  monkeypatch.setattr(processes, 'sync', lambda name: pytest.fail('devices were asked for'))
+  args = stuck_replica.StuckReplica(directory=tmp_path)
+  command.check_directory(args)
+  command.check_directory(args)
+  assert [p.name for p in tmp_path.iterdir()] == [command.OWNER]
 
 
 def test_help_teaches(monkeypatch, capsys):

@@ -225,3 +225,38 @@ def test_bfloat16_products_and_gradients_are_those_of_float32_rounded(monkeypatc
   loss = lambda m, x, s, w: (w * block(m, x, s, 'ragged')).astype(jnp.float32).sum()
   got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*args)
   close(low(got), want[1], 0.03)
+
+
+def test_what_a_product_leaves_after_the_last_run_reaches_nothing(monkeypatch):
+  """Rows of other devices' experts: a kernel may write anything there, or nothing."""
+
+  def dirty(rows, matrices, sizes, dtype):
+    beyond = (jnp.arange(rows.shape[0]) >= sizes.sum())[:, None]
+    return clean(rows, matrices, sizes, dtype) + jnp.where(beyond, jnp.nan, 0)
+
+  clean = experts._ragged_dot
+  monkeypatch.setattr(experts, '_ragged_dot', dirty)
+  loss = lambda m, x, s, w: (w * block(m, x, s, 'ragged')).sum()
+  with jax.set_mesh(sharding.make_mesh(1, 2)):
+    wide = P('model', None, None)
+    args = jax.device_put((MATRICES, X, SCORES, WEIGHT), (wide, P('data'), P('data'), P('data')))
+    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args)
+  close(got[1], unsharded('dense')[1])
+
+
+def test_gates_of_impossible_routes_have_a_gradient():
+  """Padding may replay routes whose probability is 0 in float32."""
+  hooks = policy.Hooks(routes=lambda probabilities, routes, layer, keys: jnp.zeros_like(routes))
+  at = dict(normalize=True, layer=0, noise_keys=None, hooks=hooks)
+  gates = lambda scores: experts.route(scores, 2, **at)[2]
+  far = jnp.array([[[-110.0, 0.0, 0.0, 0.0]]])
+  assert jnp.isfinite(jax.grad(lambda s: (gates(s) * 0).sum())(far)).all()
+  np.testing.assert_array_equal(gates(jnp.zeros((1, 1, 4))), 0.5)
+
+
+def test_the_width_of_an_expert_need_not_divide_over_data():
+  config = dataclasses.replace(CONFIG, mlp_width=9)
+  with jax.set_mesh(sharding.make_mesh(4, 2)):
+    params = jax.eval_shape(lambda k: policy.init(k, config, V), jax.random.key(0))
+    down = params['layers']['mlp']['down']
+  assert down.shape == (5, 4, 9, 16) and down.sharding.spec[1:] == ('model', None, 'data')

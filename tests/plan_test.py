@@ -281,3 +281,17 @@ def test_the_table_says_what_does_not_fit():
   assert 'does not fit: 30.0 of 15.8' in table
   assert '| 8.0 | 1,234 | 2.00 | - | 50,000 |' in table
   assert len({line.count('|') for line in table.splitlines()}) == 1
+
+
+def test_a_combined_gather_counts_all_its_arrays():
+  arrays = '(bf16[8192]{0}, bf16[8192]{0})'
+  line = 'all-gather(%a, %b), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}'
+  text = (
+    'HloModule m\nENTRY %main (a: bf16[1024], b: bf16[1024]) -> (bf16[8192], bf16[8192]) {\n'
+    '  %a = bf16[1024]{0} parameter(0)\n  %b = bf16[1024]{0} parameter(1)\n'
+    f'  ROOT %s = {arrays} {line}\n}}\n'
+  )
+  both = f'((bf16[1024]{{0}}, bf16[1024]{{0}}), {arrays}) all-gather-start'
+  started = text.replace(f'{arrays} all-gather', both)
+  (plain,), (async_,) = (compiled.Program(t, (8, 1)).collectives() for t in (text, started))
+  assert plain.wire == async_.wire == 2 * 8192 * 2 * 7 / 8

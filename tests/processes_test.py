@@ -344,3 +344,20 @@ def test_four_processes_killed_at_random_moments_end_where_the_whole_run_does(tm
     to_the_end(begin(name))
     check(name)
     runs += 1
+
+
+@pytest.mark.parametrize(
+  'text, said',
+  [
+    ('RESOURCE_EXHAUSTED: Out of memory', 'JaxRuntimeError: RESOURCE_EXHAUSTED'),
+    ('UNAVAILABLE: heartbeat', 'another process is gone'),
+  ],
+)
+def test_memory_that_runs_out_is_not_a_lost_process(monkeypatch, text, said):
+
+  def fail(sentence, code):
+    raise SystemExit(f'{code} {sentence}')
+
+  monkeypatch.setattr(processes, 'fail', fail)
+  with pytest.raises(SystemExit, match=f'^1 {said}'):
+    processes.lost(jax.errors.JaxRuntimeError(text))

@@ -9,6 +9,7 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -331,6 +332,9 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(microbatches=8), 'microbatches'),
     (dict(mesh='1,3'), 'kv_heads'),
     (dict(policy=dataclasses.replace(TINY, kv_heads=1)), 'policy.kv_heads=1'),
+    (dict(prompts=1, minibatches=1), 'prompts=1 cannot be laid out'),
+    (dict(eval_prompts=1), 'eval_prompts=1 cannot be laid out'),
+    (dict(warm_start=train.WarmStart(batch=1)), 'warm_start.batch=1 cannot be laid out'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
     (dict(replay_routes='experts', policy=DENSE), "replay_routes='experts' needs experts"),
     (dict(replay_support=True, store='topk'), "replay_support=True .*store='topk' holds none"),
@@ -346,6 +350,30 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
 def test_bad_settings_are_named(setting, word):
   with pytest.raises(InputError, match=word):
     dataclasses.replace(CONFIG, **setting)
+
+
+def test_misspelt_words_are_named(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  with pytest.raises(InputError, match="^score='Replay' is not one of decode, replay"):
+    dataclasses.replace(CONFIG, score='Replay')
+  with pytest.raises(InputError, match="^method.scope='Prefix' is not one of sequence, prefix"):
+    method.Method(scope='Prefix')
+
+
+def test_a_mesh_need_not_divide_the_vocabulary_over_data():
+  wide = dataclasses.replace(TINY, width=24, heads=3, kv_heads=3, mlp_width=24, experts=3)
+  sizes = dict(prompts=6, eval_prompts=6, warm_start=train.WarmStart(batch=6), policy=wide)
+  program = train.build(dataclasses.replace(CONFIG, **sizes, mesh='3,1'))
+  assert program.task.vocab_size % 3
+  with pytest.raises(InputError, match=f'cannot split the {program.task.vocab_size} tokens'):
+    train.build(dataclasses.replace(CONFIG, **sizes, mesh='1,3'))
+
+
+@pytest.mark.parametrize('warmup, moved', [(0, True), (1, False)])
+def test_without_a_warm_up_the_first_update_counts(warmup, moved):
+  optimizer = train.Optimizer(warmup=warmup).make()
+  step, _ = optimizer.update(jnp.ones(3), optimizer.init(jnp.ones(3)), jnp.ones(3))
+  assert bool(step.any()) is moved
 
 
 @pytest.mark.parametrize(

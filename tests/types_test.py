@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import typing
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,6 +14,19 @@ from jax import P
 
 from trm_jax import sharding, types
 from trm_jax.types import Mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  word: typing.Literal['yes', 'no'] = 'yes'
+  number: int = 1
+
+
+def test_words_are_checked():
+  types.check_words(Settings(word='no', number=7))
+  with pytest.raises(types.InputError, match="^my.word='Yes' is not one of yes, no.$"):
+    types.check_words(Settings(word='Yes'), 'my.')
+
 
 MESHES = [(4, 2), (1, 8), (8, 1)]
 

@@ -391,6 +391,33 @@ def test_split_keeps_groups_whole():
   np.testing.assert_array_equal(parts[1], [2, 3, 8, 9, 14, 15, 20, 21])
 
 
+@pytest.mark.parametrize('mesh', [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize('parts', [2, 4])
+def test_parts_under_a_mesh_can_be_scanned_and_put_back(mesh, parts):
+  rows = np.arange(4 * mesh[0] * 6).reshape(-1, 3)  # with four parts a device has one group of each
+  want = rows.reshape(-1, parts, 2, 3).swapaxes(0, 1).reshape(parts, -1, 3)
+  with jax.set_mesh(sharding.make_mesh(*mesh)):
+    x = jax.device_put(rows, jax.P('data'))
+    _, got = jax.lax.scan(lambda c, x: (c, 2 * x), 0, update.split(x, parts, 2))
+    back = update.merge(got, 2)
+    assert jax.typeof(back).sharding.spec[0] == 'data'
+  np.testing.assert_array_equal(got, 2 * want)
+  np.testing.assert_array_equal(back, 2 * rows)
+
+
+def test_rows_that_are_not_finite_have_their_place_in_the_rollout():
+  """Of two epochs of two minibatches; the batch is that of four."""
+  report = jax.tree.map(lambda x: x[None], whole('trm')[2])
+  logp = report.scored.logp.at[0, 4, 0].set(jnp.nan)
+  valid = report.scored.valid.at[0, 4, 0].set(True)
+  scored = dataclasses.replace(report.scored, logp=logp, valid=valid)
+  report = dataclasses.replace(report, scored=scored)
+  stacked = jax.tree.map(lambda x: jnp.concatenate([x] * 4), report)
+  _, bad = update.summarise(stacked, settings(epochs=2, minibatches=2))
+  order = update.split(np.arange(2 * ROWS), 2, G)
+  np.testing.assert_array_equal(np.flatnonzero(bad), sorted(np.asarray(order)[:, 4]))
+
+
 def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
   report = jax.tree.map(lambda x: x[None], whole('trm')[2])
   begin = state(optax.sgd(1.0))

@@ -11,7 +11,7 @@ from trm_jax import method as mt
 from trm_jax import sharding, stores
 from trm_jax.mismatch import fleet as fl
 from trm_jax.policy import PolicyConfig
-from trm_jax.types import InputError
+from trm_jax.types import InputError, check_words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,9 @@ class Optimizer:
 
   def make(self) -> optax.GradientTransformation:
     """The optax chain."""
-    rate = optax.schedules.warmup_constant_schedule(0.0, self.learning_rate, max(self.warmup, 1))
+    rate = optax.schedules.constant_schedule(self.learning_rate)
+    if self.warmup:
+      rate = optax.schedules.warmup_constant_schedule(0.0, self.learning_rate, self.warmup)
     adam = optax.adam(rate, b2=self.b2, eps=self.epsilon)
     return optax.chain(optax.clip_by_global_norm(self.clip), adam)
 
@@ -129,6 +131,7 @@ class Config:
   warm_start: WarmStart = WarmStart()
 
   def __post_init__(self):
+    check_words(self)
     for name in (
       'prompts samples epochs minibatches microbatches eval_every eval_prompts save_every top'
     ).split():
@@ -156,8 +159,10 @@ class Config:
         f'prompts={self.prompts} cannot be split into mesh data {data} x minibatches'
         f' {self.minibatches} x microbatches {self.microbatches}; use a multiple of {parts}.'
       )
-    for name in ('eval_prompts', 'warm_start.batch'):
+    for name in ('prompts', 'eval_prompts', 'warm_start.batch'):
       value = functools.reduce(getattr, name.split('.'), self)
+      if value == 1:  # an axis of 1 loses its place in the layout
+        raise InputError(f'{name}=1 cannot be laid out over a mesh; use 2 or more.')
       if value % data:
         raise InputError(
           f'{name}={value} must be a multiple of {data}, the DATA of mesh={self.mesh}.'
@@ -177,12 +182,8 @@ class Config:
         f'policy.width={self.policy.width} must be a multiple of {data}, the DATA of'
         f' mesh={self.mesh}.'
       )
-    if self.store not in stores.STORES:
-      raise InputError(f'store={self.store!r} is not one of {", ".join(stores.STORES)}.')
     self.fleet.check(self.policy, self.samples, self.store)
     stores.check(self.store, self.method.limits, self.method.bound)
-    if self.replay_routes not in ('off', 'experts', 'weights'):
-      raise InputError(f'replay_routes={self.replay_routes!r} is not off, experts or weights.')
     if self.replay_routes != 'off' and self.policy.experts < 2:
       raise InputError(
         f'replay_routes={self.replay_routes!r} needs experts to choose from, but policy.experts is'

@@ -42,7 +42,8 @@ def route(
     routes = hooks.routes(probabilities, routes, layer, noise_keys)
     gates = jnp.where(_one_hot(routes, scores.shape[-1]), probabilities[..., None, :], 0).sum(-1)
   if normalize:
-    gates = gates / gates.sum(-1, keepdims=True)
+    # Routes that are replayed may be any: at padding their sum may be 0 in float32.
+    gates = gates / jnp.maximum(gates.sum(-1, keepdims=True), 1e-12)
   if hooks.gates is not None:
     gates = hooks.gates(gates, routes, probabilities, layer, noise_keys)
   return scores, routes, gates
@@ -127,18 +128,17 @@ def _blocks(fn, *args):
 
 
 def _order(routes, experts, axis_name):
-  """(pairs (token, choice) sorted by expert, rows of each expert, which pairs are computed here).
+  """(pairs (token, choice) sorted by expert, rows of each expert).
 
   Pairs of other devices' experts come last and belong to no run.
   """
   routes = routes.reshape(-1)
   if axis_name is not None:
     routes = routes - jax.lax.axis_index(axis_name) * experts
-  here = (routes >= 0) & (routes < experts)
-  routes = jnp.where(here, routes, experts)
+  routes = jnp.where((routes >= 0) & (routes < experts), routes, experts)
   order = jnp.argsort(routes)
   sizes = (routes[:, None] == jnp.arange(experts)[None]).sum(0, dtype=jnp.int32)
-  return order, sizes, here
+  return order, sizes
 
 
 def _expand(x, order, sizes, gate, up, choices):
@@ -165,16 +165,22 @@ def _low(*arrays):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _products(rows, matrices, sizes, dtype):
-  return _ragged_dot(rows, matrices, sizes, dtype)
+  return _in_runs(_ragged_dot(rows, matrices, sizes, dtype), sizes)
+
+
+def _in_runs(x, sizes):
+  # What stands after the last run is nobody's: a kernel need not write it, 0 * NaN is NaN.
+  return jnp.where((jnp.arange(x.shape[0]) < sizes.sum())[:, None], x, 0)
 
 
 def _products_forward(rows, matrices, sizes, dtype):
-  return _ragged_dot(rows, matrices, sizes, dtype), (rows, matrices, sizes)
+  return _products(rows, matrices, sizes, dtype), (rows, matrices, sizes)
 
 
 def _products_backward(dtype, saved, g):
   rows, matrices, sizes = saved
   (of_rows,) = jax.linear_transpose(lambda x: _ragged_dot(x, matrices, sizes, dtype), rows)(g)
+  of_rows = _in_runs(of_rows, sizes)
 
   def plainly(rows, g, sizes):
     return jax.linear_transpose(lambda w: _ragged_dot(rows, w, sizes, dtype), matrices)(g)[0]
@@ -198,33 +204,31 @@ def _by_run(rows, g, sizes, *, interpret=False):
     return tgmm(rows.T, g, sizes, rows.dtype, tile, interpret=interpret)
 
 
-def _contract(inner, order, sizes, here, gates, down):
+def _contract(inner, order, sizes, gates, down):
   """Sum over choices of gate * inner down_e, back in the order of the tokens."""
   inner = inner * gates.reshape(-1)[order].astype(inner.dtype)[:, None]
   out = _grouped(inner, down, sizes, jnp.float32)
-  out = jnp.where(here[order][:, None], out, 0)
   back = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
   return back.reshape(*gates.shape, -1).sum(-2).astype(inner.dtype)
 
 
 def _all(x, routes, gates, gate, up, down, *, axis_name):
-  order, sizes, here = _order(routes, gate.shape[0], axis_name)
+  order, sizes = _order(routes, gate.shape[0], axis_name)
   inner = _expand(x, order, sizes, gate, up, routes.shape[-1])
-  return _contract(inner, order, sizes, here, gates, down)
+  return _contract(inner, order, sizes, gates, down)
 
 
 def _inner(x, routes, gate, up, *, axis_name):
-  order, sizes, here = _order(routes, gate.shape[0], axis_name)
+  order, sizes = _order(routes, gate.shape[0], axis_name)
   inner = _expand(x, order, sizes, gate, up, routes.shape[-1])
-  inner = jnp.where(here[order][:, None], inner, 0)
   back = jnp.zeros_like(inner).at[order].set(inner, unique_indices=True)
   return back.reshape(*routes.shape, -1)
 
 
 def _outer(inner, routes, gates, down, *, axis_name):
-  order, sizes, here = _order(routes, down.shape[0], axis_name)
+  order, sizes = _order(routes, down.shape[0], axis_name)
   rows = inner.reshape(-1, inner.shape[-1])[order]
-  return _contract(rows, order, sizes, here, gates, down)
+  return _contract(rows, order, sizes, gates, down)
 
 
 def load_balance(

@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import advantages as adv
 from trm_jax import importance, surrogates, trust_region
-from trm_jax.types import Bracket, Divergences, InputError, Mean
+from trm_jax.types import Bracket, Divergences, InputError, Mean, check_words
 
 LIMITS = (
   'max_kl',
@@ -124,6 +124,7 @@ class Method:
   missing: importance.Missing = 'reject'
 
   def __post_init__(self):
+    check_words(self, 'method.')
     for name in LIMITS:
       limit = getattr(self, name)
       if limit is not None and not limit > 0:

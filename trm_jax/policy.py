@@ -209,13 +209,13 @@ class _Experts(nnx.Module):
     scaled = jax.nn.initializers.variance_scaling(
       1.0, 'fan_in', 'truncated_normal', in_axis=1, out_axis=2, batch_axis=0
     )
-    layout = {'out_sharding': (MODEL, DATA, None)} if sharding.active() else {}
+    layout = lambda *axes: {'out_sharding': (MODEL, *axes)} if sharding.active() else {}
     self.router = nnx.Linear(
       d, e, use_bias=False, rngs=rngs, **_laid_out('kernel_metadata', DATA, None)
     )
-    self.gate = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout)
-    self.up = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout)
-    self.down = nnx.Param(scaled(rngs.params(), (e, f, d)), **layout)
+    self.gate = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout(DATA, None))
+    self.up = nnx.Param(scaled(rngs.params(), (e, d, f)), **layout(DATA, None))
+    self.down = nnx.Param(scaled(rngs.params(), (e, f, d)), **layout(None, DATA))
 
   def __call__(self, x, *, layer, noise_keys, hooks):
     config = self.config
@@ -279,7 +279,7 @@ def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
   shape, apart = (vocab_size, config.width), sharding.spec(MODEL, DATA)  # never whole anywhere
   table = lambda k, scale: scale * jax.random.normal(k, shape, out_sharding=apart)
   params = {
-    'embed': table(keys[0], 1.0),
+    'embed': table(keys[0], config.width**-0.5 if config.tied_head else 1.0),
     'layers': jax.tree.map(lambda *a: jnp.stack(a), *single),
     'scale': jnp.ones(config.width),
   }

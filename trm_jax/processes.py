@@ -218,7 +218,8 @@ def lost(error: Exception) -> NoReturn:
   """Ends all processes for an unforeseen error; collectives fail so where a process is gone."""
   if _over.wait(1):  # another one failed first: its sentence is ending this one
     time.sleep(60)
-  if 'Gloo' in str(error) or isinstance(error, jax.errors.JaxRuntimeError):
+  own = str(error).startswith(('RESOURCE_EXHAUSTED', 'INVALID_ARGUMENT', 'UNIMPLEMENTED'))
+  if 'Gloo' in str(error) or (isinstance(error, jax.errors.JaxRuntimeError) and not own):
     sentence = f'another process is gone, or does not answer ({str(error).splitlines()[0][:200]})'
   else:
     traceback.print_exception(error)

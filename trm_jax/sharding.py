@@ -75,6 +75,11 @@ def reshard(tree, *axes: str | None):
   return jax.tree.map(lambda x: jax.reshard(x, P(*axes)), tree) if active() else tree
 
 
+def layout(x) -> tuple:
+  """The axes that `x` is split over, one entry a dimension; () without a mesh."""
+  return tuple(jax.typeof(x).sharding.spec) if active() else ()
+
+
 def gathered(x, axis: str, dtype):
   """`x` as `dtype` with no dimension split over `axis`; what was not split stays as it is.
 
@@ -83,7 +88,7 @@ def gathered(x, axis: str, dtype):
   A product with a matrix that is still split makes the TPU compiler pass it round in pieces and
   read all activations for each.
   """
-  axes = jax.typeof(x).sharding.spec if active() else ()
+  axes = layout(x)
   if axis not in axes:
     return x
   return jax.reshard(x.astype(dtype), P(*(None if name == axis else name for name in axes)))

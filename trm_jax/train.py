@@ -69,10 +69,10 @@ def build(config: Config, methods: tuple[mt.Method, ...] | None = None) -> Progr
     )
   config.fleet.check(config.policy, config.samples, config.store, length)
   data, model = sharding.parse_mesh(config.mesh)
-  if task.vocab_size % (data * model):
+  if task.vocab_size % model:
     raise InputError(
-      f'mesh={config.mesh} has {data * model} devices, which do not divide the {task.vocab_size}'
-      f' tokens of task {task.name}; choose a mesh whose DATA times MODEL divides them.'
+      f'mesh={config.mesh} cannot split the {task.vocab_size} tokens of task {task.name} over'
+      f' {model} devices; choose a MODEL that divides them.'
     )
   sharding.simulate_devices(data * model)
   mesh = sharding.make_mesh(data, model)

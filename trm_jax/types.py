@@ -37,6 +37,14 @@ class DamagedError(RuntimeError):
   """Every checkpoint of a run is damaged; names the causes (exit code 1)."""
 
 
+def check_words(settings, where: str = '') -> None:
+  """Raises InputError for a field of settings that is none of the words its Literal type allows."""
+  for name, hint in typing.get_type_hints(type(settings)).items():
+    words, value = typing.get_args(hint), getattr(settings, name)
+    if typing.get_origin(hint) is typing.Literal and value not in words:
+      raise InputError(f'{where}{name}={value!r} is not one of {", ".join(words)}.')
+
+
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -104,9 +104,11 @@ def split(tree, parts: int, group: int):
   """
 
   def one(x):
-    x = x.reshape(-1, parts, group, *x.shape[1:])
+    rows, *axes = sharding.layout(x) or (None,)
+    # Of a single group the rows are an axis of 1, which loses its place in the layout.
+    x = sharding.reshard(x.reshape(-1, parts, group, *x.shape[1:]), rows, None, None, *axes)
     x = jnp.moveaxis(x, 1, 0)
-    return x.reshape(parts, -1, *x.shape[3:])
+    return sharding.reshard(x.reshape(parts, -1, *x.shape[3:]), None, rows, *axes)
 
   return jax.tree.map(one, tree)
 
@@ -116,8 +118,11 @@ def merge(tree, group: int):
 
   def one(x):
     parts = x.shape[0]
-    x = jnp.moveaxis(x.reshape(parts, -1, group, *x.shape[2:]), 0, 1)
-    return x.reshape(parts * x.shape[0] * group, *x.shape[3:])
+    _, rows, *axes = sharding.layout(x) or (None, None)
+    x = sharding.reshard(x.reshape(parts, -1, group, *x.shape[2:]), None, rows, None, *axes)
+    x = jnp.moveaxis(x, 0, 1)
+    x = x.reshape(parts * x.shape[0] * group, *x.shape[3:])
+    return sharding.reshard(x, rows, *axes)
 
   return jax.tree.map(one, tree)
 
@@ -293,4 +298,6 @@ def summarise(
   }
   if reports.route_flips is not None:
     scalars['route_flips'] = reports.route_flips.mean()
-  return scalars, ~jnp.isfinite(jnp.where(scored.valid, scored.logp, 0)).all(-1)
+  bad = ~jnp.isfinite(jnp.where(scored.valid, scored.logp, 0)).all(-1)
+  bad = bad.reshape(settings.epochs, settings.minibatches, -1).any(0)
+  return scalars, merge(bad, settings.samples)  # by their place in the rollout
