@@ -181,3 +181,13 @@ def test_effects_name_arms_that_exist():
   }
   assert len(set(E.EFFECTS)) == len(E.EFFECTS)
   assert all({e.arm, e.other} <= settings[e.setting] for e in E.EFFECTS)
+
+
+def test_published_results_are_the_experiments():
+  summary = json.loads((E.RESULTS / 'summary.json').read_text())
+  assert summary['target'] == E.TARGET and len(summary['seeds']) >= 5
+  assert list(summary['kept']) == [str(T) for T in E.HORIZONS]
+  asked = [dataclasses.asdict(e) for e in E.EFFECTS]
+  assert [{k: e[k] for k in asked[0]} for e in summary['effects']] == asked
+  table = (E.RESULTS / 'table.md').read_text()
+  assert table == '\n\n'.join(shown.parts(summary)) + '\n'
