@@ -7,12 +7,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import matplotlib.image
 import pytest
 
 from experiments import arms, command, figures, learning_curves, report, stuck_replica, train_policy
-from trm_jax import method, processes, train
+from trm_jax import config_json, method, policy, processes, tasks, train
 from trm_jax.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -147,6 +148,18 @@ def test_a_figure_of_a_run_shows_what_is_known_of_the_kl(monkeypatch, tmp_path, 
   axis = figures.run(rows, tmp_path / 'a.png', title='').axes[1]
   assert [line.get_label() for line in axis.lines] == labels
   assert [text.get_text()[:7] for text in axis.texts] == ([] if names else ['unknown'])
+
+
+def test_weights_bring_the_architecture_and_not_how_it_is_computed(monkeypatch):
+  folder = ROOT / 'tests' / 'golden' / 'qwen3_moe'
+  found, size = config_json.read(folder / 'config.json')
+  monkeypatch.setattr(tasks, 'load', lambda name: types.SimpleNamespace(vocab_size=size))
+  given = lambda **how: train.Config(policy=dataclasses.replace(policy.PolicyConfig(), **how))
+  how = dict(dtype='bfloat16', remat=True, expert_compute='ragged')
+  made = train_policy._described(given(**how), folder)
+  assert made.policy == dataclasses.replace(found, **how) and made.warm_start.steps == 0
+  with pytest.raises(InputError, match='leave out --policy'):
+    train_policy._described(given(width=96), folder)
 
 
 def fake_metrics(seeds=(0, 1, 2), steps=9):
