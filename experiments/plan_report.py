@@ -35,7 +35,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     if name not in found:
       continue
     step = found[name]
-    room = f' of {gib(step["available"])} published' if 'available' in step else ''
+    room = f' of {gib(step["available"])}' if 'available' in step else ''
     out += [
       f'{name} step, compiled for {step["compiled_for"]}',
       f'  memory       {gib(step["used"])} at the peak{room}  compiler',
