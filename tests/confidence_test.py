@@ -121,9 +121,9 @@ def test_coverage(name):
 
 
 def test_the_normal_bound_fails_on_rare_disasters():
-  x = jnp.asarray(bounded(np.random.default_rng(0), (1000, 64)), jnp.float32)
+  x = jnp.asarray(bounded(np.random.default_rng(0), (1000, 16)), jnp.float32)
   wrong = (jax.vmap(lambda row: confidence.normal(row, alpha=ALPHA))(x) > 0).mean()
-  assert float(wrong) > 0.2  # 0.98^64 = 0.27 of the batches hold no disaster
+  assert float(wrong) > 0.65  # 0.98^16 = 0.72 of the batches hold no disaster
   fine = jnp.asarray(coin(np.random.default_rng(0), (1000, 64)), jnp.float32)
   wrong = (jax.vmap(lambda row: confidence.normal(row, alpha=ALPHA))(fine) > 0).mean()
   assert 0.02 < float(wrong) < 0.08

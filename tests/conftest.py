@@ -55,7 +55,7 @@ DEFERRED = tuple((pathlib.Path(__file__).parent / 'deferred.txt').read_text().sp
 
 def pytest_collection_modifyitems(items):
   for item in items:
-    if item.nodeid.endswith(DEFERRED):
+    if f'{item.path.name}::{item.name}' in DEFERRED:
       item.add_marker('slow')
   rank = {f'{name}_test.py': place for place, name in enumerate(LONGEST)}
   items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

@@ -185,4 +185,7 @@ def test_published_results_are_the_experiments():
   for noise in ('lognormal', 'Pareto', 'softmax'):
     kept = [x['mean'] for x in summary['noises'][noise]['rules']['max']['kept']]
     np.testing.assert_allclose(kept, 0.9 ** (np.array([128, 512, 2048, 8192]) / 512), atol=0.06)
+    for rule in ('mean', 'LN-TRM', 'SER'):  # means concentrate: not about constant, as printed
+      kept = [x['mean'] for x in summary['noises'][noise]['rules'][rule]['kept']]
+      assert kept[0] < 0.88 and kept[-1] > 0.96, (noise, rule)
   assert report.shown(summary['noises']['softmax']['check']['chi2 / (2 KL)']).startswith('1.000')

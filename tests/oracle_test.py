@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import enumeration, oracle, policy, sampling, trust_region
+from trm_jax import enumeration, oracle, policy, sampling, surrogates, trust_region
 from trm_jax.types import InputError
 
 # X, V, T, eos
@@ -316,6 +316,7 @@ def test_contexts_and_rows(seed, shape):
   size = vocab**horizon
   for s in second():
     spent, ratio = 0.0, 1.0
+    visits = [float(world.prompts[s.x])] * 2
     n = s.x * size + s.leaf
     close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-14)
     close(rows.rollout_mass[n], s.rollout)
@@ -324,6 +325,8 @@ def test_contexts_and_rows(seed, shape):
     assert rows.valid[n].tolist() == [t < len(s.y) for t in range(horizon)]
     for t, (row, q, p) in enumerate(zip(s.rows, s.q, s.p, strict=True)):
       at = lambda name, row=row, s=s: getattr(c, name)[s.x, row]
+      close([at('rollout_visits'), at('policy_visits')], visits)
+      visits = [visits[0] * p[s.y[t]], visits[1] * q[s.y[t]]]
       close(at('kl'), kl_of(p, q))
       close(at('reverse_kl'), kl_of(q, p))
       close(at('entropy'), -(q * np.log(q)).sum())
@@ -429,6 +432,25 @@ def test_gradients_equal_finite_differences(seed, shape, support):
   np.testing.assert_allclose(gradient, exact[7], rtol=1e-9, atol=1e-14)
   # The prefix form moves the policy where the prefix is good and nowhere else.
   assert (exact[9][~np.broadcast_to(good, table.shape)] == 0).all()
+
+
+def test_algorithm_1_is_the_masked_surrogate_and_its_gradient():
+  """Every response as a row of one batch, with its probability in the place of a count."""
+  world, sequence, *_ = make(0, SHAPES[0])
+  rows = enumeration.rows(world)
+  advantages = rows.rollout_mass * (rows.reward - 0.4) * rows.reward.size
+
+  def algorithm(table):
+    log_ratio = enumeration.rows(dataclasses.replace(world, policy=table)).divergences.log_ratio
+    per_token = surrogates.ratio_pg(log_ratio, jnp.zeros_like(log_ratio), advantages, rows.valid)
+    return surrogates.aggregate(per_token, rows.valid, sequence.reshape(-1)).value
+
+  exact = lambda w: oracle.surrogate_a(w, sequence, baseline=0.4)
+  got, slope = jax.jit(jax.value_and_grad(algorithm))(world.policy)
+  np.testing.assert_allclose(got, exact(world), rtol=1e-12)
+  want = jax.jit(functools.partial(oracle.gradient, exact))(world)
+  np.testing.assert_allclose(slope, want, rtol=0, atol=1e-12)
+  assert np.abs(want).max() > 1e-3
 
 
 def test_gradients_stay_finite_where_a_side_has_no_mass():

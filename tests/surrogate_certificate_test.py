@@ -209,6 +209,29 @@ def test_l2_with_the_rewards_own_deviation():
   sd = min(0.5, math.sqrt(kept.var(-1, ddof=1).mean()))
   assert float(found['l2']) == pytest.approx(sd * math.sqrt(float(p.second.mean())), rel=1e-5)
   np.testing.assert_allclose(found['l2_budget'], sharp_bounds.budget_l2(1.0), rtol=1e-6)
+  # A missing reward may have been anything: the largest deviation there is.
+  found = error_bounds(p, reward.at[0].set(math.nan), samples=4)
+  assert float(found['l2']) == pytest.approx(0.5 * math.sqrt(float(p.second.mean())), rel=1e-5)
+
+
+def test_the_first_order_form_needs_no_support():
+  """With rollouts that leave tokens of the policy out: one-sided, by the TV penalty."""
+  limits = prefixes.Limits(max_kl=0.3, max_tv=0.4)
+
+  @jax.jit
+  def estimate(log_ratio, valid, kl, tv, reward):
+    patched = patch(log_ratio, valid, kl=kl, tv=tv, limits=limits)
+    return first_order(patched, reward, prefixes.tv_penalty).estimate, patched.kept.mean()
+
+  with jax.enable_x64(True):
+    kept = []
+    for seed in range(40):
+      it = oracle.draw(seed, T=T, spread=0.05 + 0.01 * seed, support=False)
+      arrays = (it.log_ratio, it.valid, it.kl, it.tv, it.reward)
+      found, share = estimate(*map(jnp.asarray, arrays))
+      assert found <= it.gain + 1e-12, seed
+      kept.append(float(share))
+    assert max(kept) > 0.3
 
 
 def test_bounds_of_identical_policies_are_zero_and_units_scale():

@@ -304,6 +304,7 @@ def test_identical_policies_are_inside_at_any_limit():
 
 PREFIXES = [
   (tr.prefix_max_kl, tr.max_kl, 'kl', 0.05, lambda x: x),
+  (tr.prefix_max_tv, tr.max_tv, 'tv', 0.15, lambda x: x),
   (tr.prefix_chi2_budget, tr.chi2_budget, 'chi2', 0.2, np.cumsum),
 ]
 PREFIX = pytest.mark.parametrize('criterion, whole, field, limit, so_far', PREFIXES)
@@ -330,7 +331,7 @@ def test_prefix_by_hand(criterion, whole, field, limit, so_far):
   d = Divergences(*[jnp.zeros_like(x)] * 5)
   d = Divergences(**{**vars(d), field: x})
   want = [[True, False, False], [True, True, False], [True, True, True]]
-  limit = 0.05 if field == 'kl' else 0.0600001
+  limit = 0.0600001 if field == 'chi2' else 0.05
   np.testing.assert_array_equal(criterion(d, jnp.ones((3, 3), bool), limit=limit), want)
 
 
@@ -433,12 +434,28 @@ def test_combined_uses_each_limit_for_its_own_statistic():
 
 
 @BATTERY
-def test_longer_rows_and_smaller_limits_accept_less(criterion, field, statistic):
+def test_smaller_limits_accept_less(criterion, field, statistic):
   d, valid = case()
   kept = [criterion(d, valid, limit=limit) for limit in (1e-3, 1e-2, 1e-1, 1.0)]
   for tight, loose in zip(kept, kept[1:], strict=False):
     assert (tight <= loose).all()
   assert kept[0].sum() < kept[-1].sum()
+
+
+@pytest.mark.parametrize('criterion, field', [(tr.max_kl, 'kl'), (tr.max_tv, 'tv')])
+def test_one_limit_for_every_length_accepts_fewer_of_the_longer_rows(criterion, field):
+  # Theorem 4.2 (2). A token is outside with probability p, of its own: (1 - p)^T of the rows stay.
+  p, rows = 0.1, 4000
+  x = jnp.where(jax.random.bernoulli(jax.random.key(0), p, (rows, 16)), 1.0, 0.01)
+  d = Divergences(**{**dict.fromkeys(('kl', 'tv', 'log_ratio', 'entropy'), 0 * x), field: x})
+  kept = {}
+  for length in (1, 4, 16):
+    slots = jnp.arange(16)[None] < jnp.full((rows, 1), length)
+    kept[length] = criterion(d, slots, limit=0.5)
+    np.testing.assert_array_equal(kept[length], (x[:, :length] <= 0.5).all(-1))
+    # Standard error below .008.
+    np.testing.assert_allclose(kept[length].mean(), bounds.acceptance(T=length, p=p), atol=0.03)
+  assert (kept[16] <= kept[4]).all() and (kept[4] <= kept[1]).all()
 
 
 # Transformations.

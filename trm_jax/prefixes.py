@@ -71,7 +71,7 @@ class Patched:
     missing: rows with a log_ratio or divergence that is not a number.
     excess: G_t (ratio_t - 1).
     kl, tv, chi2: G_t times the divergence of the context; chi2 None where it was not given.
-    weight: W'' = prod_t ratio_t over good contexts.
+    weight: W'' = prod_t ratio_t over good contexts, at most e^20.
     first: S'' = sum_t excess_t.
     second: Q = sum_t G_t (prod_{s<t} ratio_s - 1)^2 chi2_t, whose mean is E[(W'' - 1 - S'')^2].
     horizon: longest response there can be.

@@ -223,7 +223,7 @@ def error_bounds(
     sd = jnp.asarray(0.5, d_bar.dtype)
     if samples > 1:
       within = jnp.where(patched.kept, r, 0).reshape(-1, samples).var(-1, ddof=1)
-      sd = jnp.minimum(sd, jnp.sqrt(within.mean()))
+      sd = jnp.fmin(sd, jnp.sqrt(within.mean()))  # NaN: a missing reward
     found['l2'] = sharp_bounds.l2(patched.second.mean()) * 2 * sd
   if limits.budget < math.inf:
     found['l2_budget'] = sharp_bounds.budget_l2(limits.budget)

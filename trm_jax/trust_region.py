@@ -5,16 +5,16 @@ A criterion is a function of (divergences, valid) with its limit bound by `funct
     criterion = functools.partial(trust_region.max_kl, limit=0.2)
     keep = trust_region.all_of(criterion, other)(divergences, valid)
 
-| criterion        | statistic of a row         | noise, longer rows | certifies               |
+| criterion        | statistic of a row         | longer noisy rows  | certifies               |
 | ---------------- | -------------------------- | ------------------ | ----------------------- |
 | `max_kl`         | max_t KL                   | rejects more       | delta where it went     |
 | `max_tv`         | max_t TV                   | rejects more       | epsilon where it went   |
-| `mean_kl`        | mean_t KL                  | about constant     | no single token         |
+| `mean_kl`        | mean_t KL                  | rejects less       | no single token         |
 | `chi2_budget`    | sum_t chi2                 | rejects more       | an error free of T      |
-| `length_neutral` | weighted mean of deviation | about constant     | E[W], given both limits |
-| `mean_deviation` | mean_t deviation           | about constant     | the linear bound        |
+| `length_neutral` | weighted mean of deviation | rejects less       | E[W], given both limits |
+| `mean_deviation` | mean_t deviation           | rejects less       | the linear bound        |
 | `max_k2`         | max_t k2                   | rejects more       | nothing                 |
-| `mean_k3`        | mean_t k3                  | about constant     | nothing                 |
+| `mean_k3`        | mean_t k3                  | rejects less       | nothing                 |
 
 deviation = |ratio - 1| of the sampled token. `trm_jax.calibration` sets limits that accept the same
 share at every length. `prefix_*` keep tokens [B, T] before the first context outside: `max_kl`,
