@@ -903,7 +903,9 @@ def test_certain_disagreement_has_a_finite_slope():
 def test_the_experiment_judges_printed_figures():
   found = bounds_table.quoted()
   assert [q['figure'] for q in found if q['verdict'] == 'cut'] == ['sum of Coupling over positions']
-  assert {q['verdict'] for q in found} == {'cut', 'right'} and len(found) == 25
+  # The closed form is 34.953, the sum that the table stands for 34.946.
+  wrong = [q['figure'] for q in found if q['verdict'] == 'wrong']
+  assert wrong == ['PM-KL and Adaptive, KL only, in the table'] and len(found) == 26
   for printed, computed, verdict in [
     ('35.0', 34.949, 'wrong'),
     ('35.0', 34.951, 'right'),
