@@ -145,11 +145,14 @@ def test_resuming_cuts_the_metrics_back(saved):
   assert not list(saved.glob('.*'))
 
 
-def test_a_broken_line_in_the_middle_is_named(saved):
+@pytest.mark.parametrize('broken', ['{"step": \n', '{"stdp": 2}\n', '{"step": "2"}\n'])
+def test_a_broken_line_in_the_middle_is_named(saved, broken):
   lines = (saved / 'metrics.jsonl').read_text().splitlines(keepends=True)
-  (saved / 'metrics.jsonl').write_text(lines[0] + '{"step": \n' + lines[2])
+  (saved / 'metrics.jsonl').write_text(lines[0] + broken + lines[2])
   with pytest.raises(types.InputError, match='line 2 is broken'):
     recording.read_metrics(saved / 'metrics.jsonl')
+  with recording.open_run(saved, CONFIG, resume=True) as run:
+    assert [row['step'] for row in run.metrics()] == [1, 3]
 
 
 def flip_bit(step_path):

@@ -311,12 +311,14 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _parse(path: pathlib.Path) -> list[tuple[bytes, dict | None]]:
-  """(line, row) of a metrics.jsonl; the row is None where the line is not whole."""
+  """(line, row) of a metrics.jsonl; the row is None where the line is not whole or has no step."""
   parsed = []
   for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
     row = None
     with contextlib.suppress(ValueError):
       row = json.loads(line) if line.endswith(b'}\n') else None
+    if row is not None and not isinstance(row.get('step'), int):  # a damaged name or number
+      row = None
     parsed.append((line, row))
   return parsed
 
