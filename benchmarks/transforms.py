@@ -33,7 +33,7 @@ EXCLUDED = {
     *('bounds.horizon', 'bounds.width', 'confidence.check_alpha', 'confidence.spent'),
     *('divergences.check', 'divergences.static', 'mismatch.precision.check_format'),
     *('policy.shapes', 'policy.size', 'rotary.frequencies', 'stores.bytes_per_token'),
-    *('stores.check', 'stores.describe', 'stores.fields'),
+    *('stores.check', 'stores.describe', 'stores.fields', 'types.check_words'),
   ),
   'layouts, which every case has': ('sharding.',),
   'inside the kernels, which are cases': ('lanes.', 'tiles.'),
