@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import certificate_coverage as cc
-from experiments import known_pairs
+from experiments import coverage_report, known_pairs
 from trm_jax.types import InputError
 
 
@@ -66,7 +66,9 @@ def test_a_small_run(tmp_path, capsys):
   summary = json.loads((tmp_path / 'summary.json').read_text())
   (it,) = summary['scenarios'].values()
   found = it['sizes']['256']
-  assert all(found[name]['coverage'] == 1 and found[name]['false'] == 0 for name in cc.EXACT)
+  assert all(
+    found[name]['coverage'] == 1 and found[name]['false'] == 0 for name in coverage_report.EXACT
+  )
   assert found['importance sampling, CLT']['coverage'] < 0.5
   assert summary['misuse']['fitted on the same rows']['8192']['false, misused'] > 0.8
   assert (tmp_path / 'figure.png').stat().st_size > 10_000
@@ -76,10 +78,10 @@ def test_a_small_run(tmp_path, capsys):
 
   broken = json.loads(json.dumps(summary))
   broken['scenarios'][it_name(summary)]['sizes']['256']['centred']['coverage'] = 0.5
-  assert 'BROKEN: centred' in cc.verdict(broken)
+  assert 'BROKEN: centred' in coverage_report.verdict(broken)
   ahead = copy.deepcopy(summary)
   ahead['scenarios'][it_name(summary)]['sizes']['256']['prefix, L2']['fires'] = 1.0
-  assert 'Fires more often than importance sampling: prefix, L2' in cc.verdict(ahead)
+  assert 'Fires more often than importance sampling: prefix, L2' in coverage_report.verdict(ahead)
 
 
 def it_name(summary):
@@ -104,3 +106,11 @@ def test_a_scenario_that_is_none(monkeypatch):
   monkeypatch.setattr(known_pairs, 'scenarios', lambda seed: [types.SimpleNamespace(name='small')])
   with pytest.raises(InputError, match='is part of no name of a scenario: small'):
     cc.summarise(cc.CertificateCoverage(only=('nothing',)))
+
+
+def test_the_published_table_is_that_of_its_summary():
+  summary = json.loads((cc.RESULTS / 'summary.json').read_text())
+  shown = coverage_report
+  parts = shown.coverage_table, shown.firing_table, shown.misuse_table, shown.verdict
+  table = (cc.RESULTS / 'table.md').read_text()
+  assert table == '\n\n'.join(part(summary) for part in parts) + '\n'
