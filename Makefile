@@ -14,7 +14,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: help demo test test-all lint format setup clean
+.PHONY: help demo test test-all test-long lint format setup clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -26,12 +26,16 @@ demo: $(STAMP)  ## run the main experiment, small, and draw its picture into run
 test: $(STAMP)  ## run the tests
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' -q $(ARGS)
 
-test-all: $(STAMP)  ## run the tests and the long batteries
+test-all: $(STAMP)  ## run the tests, the slow ones too, with many examples of each property
 	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q --hypothesis-profile=thorough $(ARGS)
 
-lint: $(STAMP)  ## check style
+test-long: $(STAMP)  ## run what `make test` leaves out: the slow tests, and many examples of each property
+	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'slow or hypothesis' -q --hypothesis-profile=thorough $(ARGS)
+
+lint: $(STAMP)  ## check style and the order of imports
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/lint-imports
 
 format: $(STAMP)  ## mend style
 	$(RUN) -m ruff check --fix .

@@ -10,14 +10,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import abstract_step
-from trm_jax import method, policy, sharding, stores
-from trm_jax.sharding import DATA, MODEL
+from benchmarks import table
+from trm_jax import objectives, policy
+from trm_jax.mesh import sharding
+from trm_jax.mesh.sharding import DATA, MODEL
+from trm_jax.planning import abstract_step
+from trm_jax.rollouts import stores
 from trm_jax.types import Divergences, Rollout, TopK
 
 # No size is a multiple or a part of another: a shape tells what its axes are.
 ROWS, SAMPLES, PROMPT, RESPONSE, VOCAB, WIDTH, TOP = 32, 4, 96, 416, 40_064, 1024, 64
 BY_ROW = P(DATA)
+FULL = table.Sizes(B=ROWS, T=RESPONSE, V=VOCAB, D=WIDTH, K=TOP)
 
 # Policies of the whole steps; of one layer, which compiles fast, for all other cases.
 DENSE = policy.PolicyConfig(
@@ -90,8 +94,23 @@ def both(name, run, *arguments, by=1, **more) -> list[Case]:
   ]
 
 
-def name(fn) -> str:
-  return f'{fn.__module__.removeprefix("trm_jax.")}.{fn.__name__}'
+def of_table(row: table.Row, **more) -> list[Case]:
+  """A row of the table at full size, and its gradient where it has one."""
+  dtypes = dict(logits=jnp.bfloat16, hidden=jnp.bfloat16, head=jnp.bfloat16)
+  dtypes |= dict(token=jnp.int32, ids=jnp.int32, valid=bool, keep=bool)
+
+  def argument(array, spec):
+    return of(array.shape(FULL), *spec, dtype=dtypes.get(array.holds, jnp.float32))
+
+  is_array = lambda x: isinstance(x, table.Array)
+  arguments = jax.tree.map(argument, row.takes, row.specs, is_leaf=is_array)
+  run = row.run if row.whole else split(row.given(row.over), *arguments, out=row.out)
+  if row.by:
+    return both(row.name, run, *arguments, by=row.by, **more)
+  return [Case(row.name, run, arguments, **more)]
+
+
+name = table.name_of
 
 
 def by_rows(fn, *arguments, out=BY_ROW, **settings) -> Case:
@@ -136,7 +155,7 @@ def keys(*shape):
 
 def divergences(*axes):
   x = per_token(*axes)
-  return Divergences(kl=x, tv=x, log_ratio=x, entropy=x, chi2=x)
+  return Divergences(kl=x, tv=x, log_ratio=x, entropy=x, chi2=x, square=x)
 
 
 def top():
@@ -181,7 +200,7 @@ def params(config):
 
 def scored(*axes):
   x, row = per_token(*axes), functools.partial(per_row, *axes)
-  return method.Scored(
+  return objectives.Scored(
     logp=x,
     rollout_logp=x,
     recomputed_logp=x,

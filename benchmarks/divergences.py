@@ -17,8 +17,9 @@ import numpy as np
 import optax
 
 from benchmarks import measure
-from experiments import command
-from trm_jax import blocks, divergences
+from trm_jax import divergences
+from trm_jax.divergences.passes import blocks
+from trm_jax.training import command
 
 READ, EXP, CORE, FULL, NAIVE = 'READ', 'EXP', 'ours', 'ours, full set', 'naive'
 CHUNKED = 'naive, 8-row chunks'

@@ -8,7 +8,7 @@ go to hidden states and head. The divergences are results as well, so no form ca
 
   naive     the policy's logits as a whole, two log_softmax, autodiff
   remat     the same, recomputed in chunks of 128 rows
-  ours      `trm_jax.linear_head`, the rollout given in four ways; log-probs alone know no mask
+  ours      `linear_head`, the rollout given in four ways; log-probs alone know no mask
   CE        cross entropy of the policy alone: log-probs, no rollout, no divergences, no mask
   gradient  distance (Frobenius, relative) to naive's gradient in float32, the larger of the two
 
@@ -26,8 +26,9 @@ import optax
 from jaxtyping import Array
 
 from benchmarks import divergences, measure
-from experiments import command
-from trm_jax import blocks, brackets, linear_head
+from trm_jax.divergences import brackets, linear_head
+from trm_jax.divergences.passes import blocks
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 NAIVE, REMAT = 'naive', 'remat, 128-row chunks'

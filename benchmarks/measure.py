@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from trm_jax import progress
+from trm_jax.runs import progress
 from trm_jax.types import InputError
 
 MIB = 2**20

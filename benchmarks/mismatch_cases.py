@@ -8,22 +8,25 @@ import jax.numpy as jnp
 from benchmarks import cases as c
 from benchmarks.cases import MOE, PROMPT, RESPONSE, ROWS, SAMPLES, SMALL, SMALL_MOE, VOCAB, Case, of
 from benchmarks.policy_cases import RESPONSE_DRAWN
-from experiments import abstract_step
-from trm_jax import attention, sampling, sharding
+from trm_jax import measurements
+from trm_jax.measurements import metric_names, router_statistics
+from trm_jax.mesh import sharding
+from trm_jax.mesh.sharding import DATA
 from trm_jax.mismatch import (
   decoding,
   fleet,
   heavy_tail,
-  measurements,
-  metric_names,
   precision,
   reduction,
   reporting,
-  router_statistics,
   routing,
   staleness,
 )
-from trm_jax.sharding import DATA
+from trm_jax.planning import abstract_step
+from trm_jax.policy import attention
+from trm_jax.rollouts import scoring, support
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record
 
 
 def _mismatch() -> list[Case]:
@@ -65,7 +68,7 @@ def _mismatch() -> list[Case]:
       sharding.over_rows(functools.partial(decoding.process, kept)),
       (scores,),
     ),
-    of_rows(decoding.replay_support, scores, scores),
+    of_rows(support.replay_support, scores, scores),
     of_rows(heavy_tail.sigma, c.per_token()),
     Case('mismatch.heavy_tail.student_t', lambda k: heavy_tail.student_t(k, 3.0, 5.0), (key,)),
     Case(
@@ -78,12 +81,12 @@ def _mismatch() -> list[Case]:
     c.whole(measurements.position_bins, valid, edges=edges),
     c.whole(measurements.length_bins, valid, edges=edges),
     c.whole(measurements.sign_bins, of((ROWS,)), valid),
-    Case('mismatch.measurements.by_group', grouped, (x, valid, numbers)),
+    Case('measurements.distributions.by_group', grouped, (x, valid, numbers)),
     c.whole(measurements.log_odds_shift, x, x),
     c.whole(measurements.confidence_table, x, x, valid),
     c.whole(measurements.sequences, x, valid),
     c.whole(measurements.correlation, x, x, valid),
-    Case('mismatch.measurements.measure', _measured, (c.divergences(None), valid, x, of((ROWS,)))),
+    Case('measurements.batch.measure', _measured, (c.divergences(None), valid, x, of((ROWS,)))),
     *(c.whole(fn, x, x, valid) for fn in named),
     *(
       Case(
@@ -151,11 +154,11 @@ def _fleets(history) -> list[Case]:
   prompts = of((ROWS // SAMPLES, PROMPT), DATA, dtype=jnp.int32)
   start = of((ROWS // SAMPLES,), DATA, dtype=jnp.int32)
   params, key, strength = c.params(SMALL), c.key(), of(())
-  sizes = dict(samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0, store='topk')
+  asked = Request(samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0), Record(store='topk')
 
   def generate(params, history, prompts, start, key, strength, version):
     at = dict(history=history, strength=strength, version=version)
-    return fleet.generate(mixed, params, SMALL, prompts, start, key, **sizes, **at)
+    return fleet.generate(mixed, params, SMALL, prompts, start, key, *asked, **at)
 
   weights = lambda params, history, key, s: fleet.engine_weights(
     broken, params, SMALL, key, history=history, strength=s
@@ -164,25 +167,29 @@ def _fleets(history) -> list[Case]:
     mixed, params, SMALL, key, samples=SAMPLES, history=history, strength=s
   )
   version = of((), dtype=jnp.int32)
-  hooks = ('decoding.hooks', 'heavy_tail.hooks', 'precision.hooks', 'precision.attention')
-  also = ('fleet.hooks', 'fleet.served_attention', 'reduction.attention', 'routing.hooks', *hooks)
+  hooks = (
+    'decoding.filter_hooks',
+    'heavy_tail.shift_hooks',
+    'precision.rounding_hooks',
+    'precision.attention',
+    'routing.routing_hooks',
+  )
+  also = ('fleet.engine_hooks', 'fleet.served_attention', 'reduction.attention', *hooks)
   jitter = routing.Routing(jitter=0.1, flips=(0.1,), capacity=1.5, dtype='bfloat16')
   unsteady = fleet.Fleet(engine=fleet.Engine(routing=jitter))
 
   def routed(params, prompts, start, key, version):
-    return fleet.generate(
-      unsteady, params, SMALL_MOE, prompts, start, key, version=version, **sizes
-    )
+    return fleet.generate(unsteady, params, SMALL_MOE, prompts, start, key, *asked, version=version)
 
   reported = of((ROWS, RESPONSE), DATA, dtype=jnp.int32)
   rollout = c.rollout()
   logp = lambda rollout: (
-    lambda p: sampling.policy_logp(p, SMALL, rollout, attention=attention.splash)
+    lambda p: scoring.policy_logp(p, SMALL, rollout, attention=attention.splash)
   )
   versions = lambda reported, current, version, history, rollout: staleness.of_version(
     logp(rollout), reported, current, version=version, history=history, ages=(0, 1)
   )
-  replayed = lambda params, rollout: sampling.score(
+  replayed = lambda params, rollout: scoring.score(
     params, SMALL_MOE, rollout, hooks=routing.replay(rollout.routes), attention=attention.splash
   )[0]
   return [
@@ -196,7 +203,7 @@ def _fleets(history) -> list[Case]:
       'mismatch.fleet.generate, MoE',
       routed,
       (c.params(SMALL_MOE), prompts, start, key, version),
-      also=('mismatch.routing.hook',),
+      also=('mismatch.routing.router_hook',),
     ),
     Case('mismatch.fleet.engine_weights', weights, (params, history, key, strength)),
     Case('mismatch.fleet.heads', heads, (params, history, key, strength)),

@@ -22,24 +22,19 @@ from benchmarks.cases import (
   Case,
   of,
 )
-from experiments import abstract_step
-from trm_jax import (
-  attention,
-  experts,
-  method,
-  metrics,
-  policy,
-  relay,
-  rotary,
-  sampling,
-  sharding,
-  stores,
-  streams,
-  update,
-)
-from trm_jax.mismatch.hooks import Hooks
-from trm_jax.sharding import DATA, MODEL
+from trm_jax import policy
+from trm_jax.measurements import distributions, metrics
+from trm_jax.mesh import sharding
+from trm_jax.mesh.sharding import DATA, MODEL
+from trm_jax.planning import abstract_step
+from trm_jax.policy import attention, experts, rotary
+from trm_jax.policy.hooks import Hooks
+from trm_jax.rollouts import groups, relay, sampling, scoring, stores, streams
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record
 from trm_jax.tasks import addition, chain_sum, moves, sorting
+from trm_jax.training import update
+from trm_jax.training.words import MethodWords
 
 STEPS = {'dense': DENSE, 'MoE': MOE}
 STEP_SEQUENCE, STEP_PROMPT = 1536, 384
@@ -80,11 +75,11 @@ def _layers() -> list[Case]:
     *attend(attention.plain),
     *attend(attention.blockwise),
     *attend(attention.splash),
-    Case('rotary.rotate', functools.partial(rotary.rotate, base=1e6), (q, positions)),
-    *c.both('experts.route', route, scores),
+    Case('policy.rotary.rotate', functools.partial(rotary.rotate, base=1e6), (q, positions)),
+    *c.both('policy.experts.route', route, scores),
     *compute(experts.dense),
     *compute(experts.ragged),
-    *c.both('experts.load_balance', experts.load_balance, balance, choices, real),
+    *c.both('policy.experts.load_balance', experts.load_balance, balance, choices, real),
   ]
 
 
@@ -106,14 +101,14 @@ def _policies() -> list[Case]:
   some = of((ROWS, 96, SMALL.width), DATA, dtype=jnp.bfloat16)
   keys, row_keys = c.keys(ROWS), lambda key: streams.row_keys(key, ROWS // SAMPLES, SAMPLES)
   return [
-    Case('policy.init', lambda key: policy.init(key, SMALL, VOCAB), (c.key(),)),
-    Case('policy.init_cache', lambda: policy.init_cache(SMALL, ROWS, length), ()),
-    *c.both('policy.apply', apply, params, tokens, start),
-    *c.both('policy.logits', policy.logits, params, one, also=('policy.head',)),
-    Case('relay.at', relay.at, (relayed, turn)),
-    Case('relay.apply', passed, (relayed, tokens, start)),
-    Case('relay.logits', relay.logits, (relayed, some)),
-    Case('streams.row_keys', row_keys, (c.key(),), also=('streams.fold',)),
+    Case('policy.decoder.init', lambda key: policy.init(key, SMALL, VOCAB), (c.key(),)),
+    Case('policy.decoder.init_cache', lambda: policy.init_cache(SMALL, ROWS, length), ()),
+    *c.both('policy.decoder.apply', apply, params, tokens, start),
+    *c.both('policy.decoder.logits', policy.logits, params, one, also=('policy.decoder.head',)),
+    Case('rollouts.relay.at', relay.at, (relayed, turn)),
+    Case('rollouts.relay.apply', passed, (relayed, tokens, start)),
+    Case('rollouts.relay.logits', relay.logits, (relayed, some)),
+    Case('rollouts.streams.row_keys', row_keys, (c.key(),), also=('rollouts.streams.fold',)),
     c.whole(streams.noise_keys, keys, first_slot=0, count=RESPONSE),
     c.whole(streams.token_keys, keys, length=RESPONSE, stream=1),
   ]
@@ -121,8 +116,9 @@ def _policies() -> list[Case]:
 
 def _drawn(fn, *arguments, store='hidden', **more):
   """`sampling.generate` or that of a fleet, as one program."""
-  sizes = dict(samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0, store=store)
-  return lambda *arrays: fn(*arguments, *arrays[:1], SMALL, *arrays[1:], **sizes, **more)
+  request = Request(samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0)
+  asked = request, Record(store=store)
+  return lambda *arrays: fn(*arguments, *arrays[:1], SMALL, *arrays[1:], *asked, **more)
 
 
 def _rollouts() -> list[Case]:
@@ -130,43 +126,42 @@ def _rollouts() -> list[Case]:
   prompts = of((ROWS // SAMPLES, PROMPT), DATA, dtype=jnp.int32)
   start = of((ROWS // SAMPLES,), DATA, dtype=jnp.int32)
   rollout = c.rollout()
-  score = lambda params, rollout: sampling.score(
-    params, SMALL, rollout, attention=attention.splash
-  )[0]
+  score = lambda params, rollout: scoring.score(params, SMALL, rollout, attention=attention.splash)[
+    0
+  ]
   again = dict(samples=SAMPLES, attention=attention.splash)
-  logp = lambda params, rollout: sampling.policy_logp(
+  logp = lambda params, rollout: scoring.policy_logp(
     params, SMALL, rollout, attention=attention.splash
   )
   free = dict(positions=c.positions())
   drawn = [
     Case(
-      f'sampling.generate, {store}',
+      f'rollouts.sampling.generate, {store}',
       _drawn(sampling.generate, store=store),
       (params, prompts, start, key),
     )
     for store in stores.STORES
   ]
   moe = c.params(SMALL_MOE), prompts, start, key
-  of_moe = lambda params, *rest: sampling.generate(
-    params, SMALL_MOE, *rest, samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0, store='topk'
-  )
+  asked = Request(samples=SAMPLES, length=RESPONSE_DRAWN, eos=1, pad=0), Record(store='topk')
+  of_moe = lambda params, *rest: sampling.generate(params, SMALL_MOE, *rest, *asked)
   return [
-    Case('sampling.repeat', lambda x: sampling.repeat(x, SAMPLES), (prompts,)),
+    Case('rollouts.groups.repeat', lambda x: groups.repeat(x, SAMPLES), (prompts,)),
     *drawn,
-    Case('sampling.generate, MoE', of_moe, moe),
-    *c.both('sampling.score', score, params, rollout),
+    Case('rollouts.sampling.generate, MoE', of_moe, moe),
+    *c.both('rollouts.scoring.score', score, params, rollout),
     Case(
-      'sampling.rescore',
-      lambda params, rollout, key: sampling.rescore(params, SMALL, rollout, key, **again)[0],
+      'rollouts.scoring.rescore',
+      lambda params, rollout, key: scoring.rescore(params, SMALL, rollout, key, **again)[0],
       (params, rollout, key),
     ),
     Case(
-      'sampling.replay',
-      lambda params, rollout, key: sampling.replay(params, SMALL, rollout, key, **again),
+      'rollouts.scoring.replay',
+      lambda params, rollout, key: scoring.replay(params, SMALL, rollout, key, **again),
       (params, c.rollout('topk'), key),
       **free,
     ),
-    *c.both('sampling.policy_logp', logp, params, rollout, **free),
+    *c.both('rollouts.scoring.policy_logp', logp, params, rollout, **free),
   ]
 
 
@@ -176,17 +171,17 @@ def _stores() -> list[Case]:
   head = of((VOCAB, WIDTH), MODEL, dtype=jnp.bfloat16)
   sizes = dict(vocab=VOCAB, width=WIDTH, top=TOP)
   found = [
-    Case('stores.blank', lambda x: stores.blank('topk', x, **sizes), (c.tokens(),)),
+    Case('rollouts.stores.blank', lambda x: stores.blank('topk', x, **sizes), (c.tokens(),)),
     Case(
-      'stores.record',
+      'rollouts.stores.record',
       lambda scores, hidden: stores.record('topk', scores, hidden, temperature=1.0, top=TOP),
       (scores, hidden),
     ),
     Case(
-      'stores.side_by_side',
-      lambda x: stores.side_by_side(stores.apart(x, (3, 1)), ROWS // SAMPLES),
+      'rollouts.groups.side_by_side',
+      lambda x: groups.side_by_side(groups.apart(x, (3, 1)), ROWS // SAMPLES),
       (c.tokens(),),
-      also=('stores.apart',),
+      also=('rollouts.groups.apart',),
     ),
   ]
   for store in stores.STORES:
@@ -201,7 +196,7 @@ def _stores() -> list[Case]:
     run = sharding.over_mesh(compare, in_specs=specs, out_specs=P(DATA))
     positions = frozenset() if store == 'logits' else c.positions()
     arguments = states, head, rollout, engines
-    found.append(Case(f'stores.compare, {store}', run, arguments, positions=positions))
+    found.append(Case(f'rollouts.stores.compare, {store}', run, arguments, positions=positions))
   return found
 
 
@@ -218,7 +213,7 @@ def _reports() -> list[Case]:
     lambda x: of((1, *x.shape), None, *x.sharding.spec, dtype=x.dtype), c.scored()
   )
   settings = update.Settings(
-    methods=(method.Method(max_kl=0.2, accept=0.8),),
+    methods=(MethodWords(max_kl=0.2, accept=0.8).make(),),
     policy=SMALL,
     samples=SAMPLES,
     temperature=1.0,
@@ -233,11 +228,11 @@ def _reports() -> list[Case]:
   return [
     c.whole(metrics.by_length_quartile, keep, lengths),
     c.whole(metrics.by_position_quartile, valid, valid),
-    c.whole(metrics.quantiles, c.per_token(None), valid, of((3,))),
-    Case('metrics.summarise', summarise, (c.scored(None), keep, valid)),
+    c.whole(distributions.quantiles, c.per_token(None), valid, of((3,))),
+    Case('measurements.metrics.summarise', summarise, (c.scored(None), keep, valid)),
     c.whole(metrics.ages, ids, valid, of((), dtype=jnp.int32)),
-    Case('metrics.route_flips', flips, (rollout,)),
-    Case('update.follow_limit', follow, (of(()), stacked)),
+    Case('measurements.metrics.route_flips', flips, (rollout,)),
+    Case('training.update.follow_limit', follow, (of(()), stacked)),
   ]
 
 
@@ -276,7 +271,7 @@ def _steps() -> list[Case]:
   parts = ('update', 'gradients', 'apply_gradient', 'summarise', 'split', 'merge')
   for name, config in STEPS.items():
     train, decode = abstract_step.train(config, sizes), abstract_step.decode(config, sizes)
-    also = tuple(f'update.{part}' for part in parts)
+    also = tuple(f'training.update.{part}' for part in parts)
     found += [
       Case(f'train step, {name}', *train[:2], also, train.donated, positions, config.layers),
       Case(f'decode step, {name}', *decode[:2], (), decode.donated, positions, config.layers),

@@ -22,16 +22,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments import command
-from trm_jax import (
-  attention,
-  linear_head,
-  policy,
-  qwen3,
-  sampling,
-  surrogates,
-  trust_region,
-)
+from trm_jax import masks, policy
+from trm_jax.divergences import linear_head
+from trm_jax.objectives import surrogates
+from trm_jax.policy import attention, qwen3
+from trm_jax.rollouts import scoring
+from trm_jax.training import command
 from trm_jax.types import InputError, Rollout
 
 GIB = 2**30
@@ -44,7 +40,7 @@ class Command:
   """What is compiled, and whether it runs."""
 
   model: str = 'Qwen3-0.6B'
-  """A name of `trm_jax.qwen3`."""
+  """A name of `trm_jax.policy.qwen3`."""
   rows: int = 1
   length: int = 512
   """Response tokens of a row; its prompt has 16."""
@@ -65,7 +61,7 @@ def step(params, moments, batch: Rollout, rollout_head, advantages, *, config, l
   """(new parameters, new moments, what the step saw) from one rollout with stored hidden states."""
 
   def loss(params):
-    hidden, _ = sampling.score(params, config, batch, attention=attention.blockwise)
+    hidden, _ = scoring.score(params, config, batch, attention=attention.blockwise)
     statistics = linear_head.statistics(
       hidden,
       policy.head(params),
@@ -74,10 +70,10 @@ def step(params, moments, batch: Rollout, rollout_head, advantages, *, config, l
       rollout_head=rollout_head,
     )
     found = statistics.divergences(batch.logp)
-    keep = trust_region.max_kl(found, batch.valid, limit=limit)
+    keep = masks.max_kl(limit=limit)(found, batch.valid)
     per_token = surrogates.ratio_pg(statistics.policy_logp, batch.logp, advantages, batch.valid)
     value = -surrogates.aggregate(per_token, batch.valid, keep).value
-    return value, {'max_kl': trust_region.max_over_tokens(found.kl, batch.valid), 'keep': keep}
+    return value, {'max_kl': masks.max_over_tokens(found.kl, batch.valid), 'keep': keep}
 
   (value, seen), gradient = jax.value_and_grad(loss, has_aux=True)(params)
   updates, moments = OPTIMIZER.update(gradient, moments, params)
@@ -141,7 +137,7 @@ def draw(config: policy.PolicyConfig, vocab_size: int, rows: int, length: int) -
     engine=jnp.zeros(rows, jnp.int32),
     reward=jnp.zeros(rows),
   )
-  score = lambda p: sampling.score(p, config, batch, attention=attention.blockwise)[0]
+  score = lambda p: scoring.score(p, config, batch, attention=attention.blockwise)[0]
   hidden = jax.jit(score)(params)
   head = policy.head(params) + 0  # a copy: the parameters are donated
   logp = jax.jit(linear_head.logp)(hidden, head, batch.tokens)[0]

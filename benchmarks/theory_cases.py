@@ -5,16 +5,12 @@ import inspect
 import jax.numpy as jnp
 
 from benchmarks import cases as c
+from benchmarks import table
 from benchmarks.cases import ROWS, SAMPLES, Case, of
-from trm_jax import (
-  bounds,
-  calibration,
-  certificate,
-  confidence,
-  prefixes,
-  sharp_bounds,
-  surrogate_certificate,
-)
+from trm_jax import bounds, certificates
+from trm_jax.bounds import sharp
+from trm_jax.certificates import confidence, patching, surrogate
+from trm_jax.masks import calibration
 
 HORIZON = 1024  # of the bounds
 
@@ -23,42 +19,25 @@ def _certificates() -> list[Case]:
   """Of whole batches, replicated, as `metrics.summarise` reads them."""
   x, valid, reward = c.per_token(None), c.valid(ROWS, None), c.per_row(None)
   unit, row = of((ROWS,)), of((ROWS,))
-  limits = prefixes.Limits(max_kl=0.5, max_tv=0.4, budget=2.0, band=1.0)
-  patch = lambda r, v: prefixes.patch(r, v, kl=r, tv=r, chi2=r, limits=limits)
+  limits = patching.Limits(max_kl=0.5, max_tv=0.4, budget=2.0, band=1.0)
+  patch = lambda r, v: patching.patch(r, v, kl=r, tv=r, chi2=r, limits=limits)
   patched = lambda fn: lambda r, v, *rest: fn(patch(r, v), *rest)
-  samples = dict(samples=SAMPLES)
-  penalised = lambda fn: lambda p, reward: fn(p, reward, prefixes.tv_penalty, **samples)
+  samples, steps = dict(samples=SAMPLES), dict(prompts=ROWS // SAMPLES, low=0.0, high=1.0)
   from_patch = lambda name, fn, *rest: Case(name, patched(fn), (x, valid, *rest))
-  by_surrogate = lambda fn, run: from_patch(c.name(fn), run, reward)
-  four = (
-    certificate.improvement,
-    certificate.harm,
-    certificate.retrospective,
-    certificate.retrospective_harm,
-  )
-  of_rows = lambda fn: lambda p, reward: fn(p, reward, **samples)
-  s = surrogate_certificate
+  s = surrogate
   return [
-    c.whole(certificate.unit_reward, reward),
-    c.whole(certificate.by_prompt, reward, **samples),
-    c.whole(certificate.log_weight, x, valid),
-    *(c.whole(fn, x, valid, reward, **samples) for fn in four),
-    c.whole(certificate.over_steps, of((100,)), of((100,)), prompts=ROWS // SAMPLES),
-    c.whole(certificate.monitor, x, valid, reward, **samples),
+    c.whole(certificates.unit_reward, reward),
+    c.whole(certificates.by_prompt, reward, **samples),
+    c.whole(certificates.over_steps, of((100,)), of((100,)), **steps),
     c.whole(confidence.log_evalue, unit),
     c.whole(confidence.betting, unit, alpha=0.05),
     c.whole(confidence.empirical_bernstein, unit, alpha=0.05, low=-1.0, high=1.0),
     c.whole(confidence.catoni, unit, alpha=0.05, variance=1.0),
     c.whole(confidence.cumulative, row, row, alpha=0.05),
     c.whole(confidence.normal, unit, alpha=0.05),
-    Case('prefixes.patch', patch, (x, valid)),
-    from_patch('prefixes.tv_penalty', prefixes.tv_penalty),
-    from_patch('prefixes.l2_penalty', prefixes.l2_penalty),
-    by_surrogate(s.first_order, penalised(s.first_order)),
-    by_surrogate(s.prefix, penalised(s.prefix)),
-    by_surrogate(s.centred, of_rows(s.centred)),
-    by_surrogate(s.error_bounds, of_rows(s.error_bounds)),
-    by_surrogate(s.plug_in, of_rows(s.plug_in)),
+    from_patch(c.name(patching.tv_penalty), patching.tv_penalty),
+    from_patch(c.name(patching.l2_penalty), patching.l2_penalty),
+    from_patch(c.name(s.leaving), lambda p: s.leaving(p, **samples, alpha=0.05)),
   ]
 
 
@@ -78,29 +57,26 @@ def _theory() -> list[Case]:
     *('pinsker', 'advantage_limit', 'visitation_tv', 'future_weights', 'sequence_tv'),
     *('worst_d_bar', 'to_range', 'classical_tv', 'classical_kl', 'coupling'),
     *('pinsker_marginal_kl', 'pinsker_marginal_tv', 'mixed_kl', 'mixed_tv', 'adaptive_kl'),
-    *('adaptive_tv', 'adaptive', 'linear', 'b_star', 'pinsker_marginal_kl_closed'),
-    *('pinsker_marginal_tv_closed', 'mixed_kl_closed', 'coupling_closed', 'crossover'),
-    *('last_uncapped', 'mixed_from', 'acceptance'),
+    *('adaptive_tv', 'adaptive', 'linear', 'b_star', 'crossover', 'last_uncapped', 'acceptance'),
   )
-  sharp = (
+  sharper = (
     *('position_wise', 'product', 'prefix_budget', 'pointwise_ratio', 'l2', 'budget_l2'),
-    *('budget_l2_closed', 'chi2_limit', 'trivial', 'marginal', 'b_star_tight', 'tabulate'),
+    *('chi2_limit', 'trivial', 'marginal', 'b_star_tight', 'tabulate'),
   )
   x, valid, row = c.per_token(None), c.valid(ROWS, None), of((ROWS,))
   tail, whole = calibration.tail, of((ROWS,), dtype=jnp.int32)
-  limit = lambda x, valid: calibration.max_limit(tail(x, valid), T=HORIZON, target=0.8)
   conformal = lambda x, valid, largest, lengths: calibration.conformal_max_limit(
     tail(x, valid), largest, lengths, T=HORIZON, target=0.8
   )
   return [
     *(of_settings(getattr(bounds, name)) for name in blocks),
-    *(of_settings(getattr(sharp_bounds, name)) for name in sharp),
+    *(of_settings(getattr(sharp, name)) for name in sharper),
     c.whole(calibration.conformal, row, target=0.8),
     c.whole(tail, x, valid),
-    Case('calibration.max_limit', limit, (x, valid)),
-    Case('calibration.conformal_max_limit', conformal, (x, valid, row, whole)),
+    Case(c.name(calibration.conformal_max_limit), conformal, (x, valid, row, whole)),
   ]
 
 
 def cases() -> list[Case]:
-  return [*_certificates(), *_theory()]
+  of_table = [case for row in table.batches() for case in c.of_table(row)]
+  return [*of_table, *_certificates(), *_theory()]

@@ -34,8 +34,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import measure
-from experiments import chips, command
-from trm_jax import divergences, kernels, linear_head, pair, tiles
+from trm_jax import divergences
+from trm_jax.divergences import linear_head
+from trm_jax.divergences.passes import kernels, pair, tiles
+from trm_jax.planning import chips
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 

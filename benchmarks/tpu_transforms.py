@@ -27,8 +27,9 @@ import jax
 
 from benchmarks import measure, transforms
 from benchmarks.cases import VOCAB, Case
-from experiments import chips, command, compiled
-from trm_jax import progress
+from trm_jax.planning import chips, compiled
+from trm_jax.runs import progress
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 # (data, model) of each.

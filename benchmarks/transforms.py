@@ -15,38 +15,69 @@ from benchmarks.cases import Case
 # Public functions that are no case, by the reason; 'module.' stands for all of a module.
 EXCLUDED = {
   'files, processes, programs and their reports: on the host': (
-    *('config_json.', 'digests.', 'loop.', 'processes.', 'provenance.', 'recording.'),
-    *('tensor_files.', 'timing.', 'tokenizer.', 'train.', 'weights.', 'tasks.task.'),
-    *('mismatch.measurements.plain', 'mismatch.presets.named'),
+    *('checkpoints.', 'planning.', 'runs.', 'tasks.identity.', 'training.command.'),
+    *('training.loop.', 'training.program.', 'training.timing.', 'measurements.batch.plain'),
+    *('mismatch.presets.named', 'objectives.catalogue.methods', 'training.words.named'),
   ),
-  'NumPy in float64, on the host': ('mismatch.attribution.',),
+  'NumPy in float64, on the host': ('measurements.attribution.',),
   'sums over all sequences of a tiny world, in float64: what the others are checked against': (
-    'enumeration.',
-    'oracle.',
+    'exact.',
   ),
   'rewards and answers that another library computes on the host': ('tasks.reasoning.',),
   'rows of a data set into tokens, and settings into tasks: on the host': (
-    *('tasks.addition.encode', 'tasks.addition.make', 'tasks.chain_sum.encode'),
+    *('tasks.addition.encode', 'tasks.addition.make', 'tasks.chain_sum.encode', 'tasks.task.'),
     *('tasks.chain_sum.make', 'tasks.moves.encode', 'tasks.moves.make', 'tasks.sorting.encode'),
   ),
   'checks and sizes: no arrays are computed': (
-    *('bounds.horizon', 'bounds.width', 'confidence.check_alpha', 'confidence.spent'),
-    *('divergences.check', 'divergences.static', 'mismatch.precision.check_format'),
-    *('policy.shapes', 'policy.size', 'rotary.frequencies', 'stores.bytes_per_token'),
-    *('stores.check', 'stores.describe', 'stores.fields', 'types.check_words'),
+    *('bounds.paper.horizon', 'bounds.paper.width', 'certificates.confidence.check_alpha'),
+    *('certificates.confidence.spent', 'divergences.full_logits.check_logits', 'types.'),
+    *('divergences.full_logits.check_vocab_size', 'divergences.full_logits.static'),
+    *('mismatch.precision.check_format', 'mismatch.routing.impossible_routes'),
+    *('policy.decoder.shapes', 'policy.decoder.size', 'policy.rotary.frequencies'),
+    *('rollouts.relay.vocabulary', 'rollouts.scoring.clean_prompts', 'rollouts.stores.fields'),
+    *('rollouts.stores.bytes_per_token', 'rollouts.stores.check_method'),
+    'rollouts.stores.describe',
   ),
-  'layouts, which every case has': ('sharding.',),
-  'inside the kernels, which are cases': ('lanes.', 'tiles.'),
-  'steps of divergences, linear_head and their gradients, which are cases': (
-    *('blocks.', 'terms.', 'divergences.gather', 'divergences.with_gradient', 'pair.centred'),
-    *('pair.divergence_gradients', 'pair.fused', 'pair.local_sums', 'pair.local_terms'),
-    *('pair.log_odds', 'pair.log_probs', 'pair.mean_signs', 'pair.merge', 'pair.pick'),
-    *('pair.score_gradient', 'pair.seed', 'pair.shared', 'pair.side', 'pair.sums'),
-    'pair.terms_given',
+  'layouts, which every case has': ('mesh.sharding.',),
+  'inside the kernels, which are cases': ('divergences.passes.lanes.', 'divergences.passes.tiles.'),
+  'steps of divergences and their gradients, which are cases': (
+    *('divergences.full_logits.gather', 'divergences.full_logits.with_gradient'),
+    *('divergences.passes.blocks.', 'divergences.passes.terms.'),
+    *('divergences.ratios.over_trajectories', 'divergences.ratios.raised'),
+    'divergences.ratios.share_of',
+    *(
+      f'divergences.passes.pair.{step}'
+      for step in (
+        *('below_top', 'divergence_gradients', 'fused', 'local_sums', 'local_terms', 'log_odds'),
+        *('log_probs', 'mean_signs', 'merge', 'pick', 'score_gradient', 'seed', 'shared', 'side'),
+        *('sums', 'terms_given'),
+      )
+    ),
+    *(
+      f'divergences.passes.vocabulary.{step}'
+      for step in ('add_up', 'known', 'only', 'real_entries', 'without_padding')
+    ),
+  ),
+  'steps of criteria, which are cases': (
+    *('masks.criteria.within', 'masks.prefixes.chi2_spent', 'masks.prefixes.spent'),
+    'masks.row_statistics.tokens',
+  ),
+  'parts of the published methods, which are cases': (
+    *('objectives.clips.', 'objectives.gates.', 'objectives.parts.', 'objectives.ratio_weights.'),
+    'objectives.surrogates.weighed',
   ),
   'steps of the bounds and certificates, which are cases': (
-    *('bounds.after', 'bounds.before', 'bounds.paper', 'bounds.real', 'bounds.root'),
-    *('bounds.smallest', 'bounds.spread', 'bounds.tv_of_kl', 'certificate.conclude'),
+    *(
+      f'bounds.paper.{step}'
+      for step in (
+        *('after', 'before', 'least', 'printed', 'real', 'root', 'smallest', 'spread', 'tv_of_kl'),
+      )
+    ),
+    'certificates.importance.conclude',
+  ),
+  'steps of rollouts, which are cases': (
+    *('measurements.distributions.over', 'rollouts.groups.blanked', 'rollouts.streams.each'),
+    *('rollouts.scoring.engine_scores', 'rollouts.scoring.row_logp'),
   ),
 }
 

@@ -28,27 +28,32 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments import ablation_report, command, small_world, sweep
-from trm_jax import attention, policy, sharding, train, trust_region
-from trm_jax.mismatch import attribution, measurements, router_statistics
-from trm_jax.mismatch import decoding as dc
-from trm_jax.mismatch import fleet as fl
-from trm_jax.mismatch import heavy_tail as ht
-from trm_jax.mismatch import precision as pr
-from trm_jax.mismatch import routing as rt
-from trm_jax.mismatch import staleness as st
+from experiments.laboratory import small_world, sweep
+from experiments.reports import ablation_report
+from trm_jax import masks, measurements, policy, training
+from trm_jax.measurements import attribution, router_statistics
+from trm_jax.mesh import sharding
+from trm_jax.mismatch import fleet
+from trm_jax.mismatch.decoding import Decoding
+from trm_jax.mismatch.heavy_tail import HeavyTail
+from trm_jax.mismatch.precision import Precision
+from trm_jax.mismatch.routing import Routing
+from trm_jax.mismatch.staleness import Staleness
+from trm_jax.policy import attention
+from trm_jax.rollouts.stores import Record
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 # Below this mean KL, nats, is the rounding of decode against the full pass; log KL starts here.
 FLOOR = 1e-6
 # Each at a published size: float8 weights; 10 % of routers flipped (arXiv 2510.11370); 8 steps
 # behind; nucleus .99; the log-odds noise of an MoE under vLLM (arXiv 2609.32444).
-ENGINE = fl.Engine(
-  precision=pr.Precision(weights='float8_e4m3fn', kv='float8_e4m3fn'),
-  routing=rt.Routing(flips=(0.1,)),
-  staleness=st.Staleness(steps=8),
-  decoding=dc.Decoding(top_p=0.99),
-  heavy_tail=ht.HeavyTail(scale=1.0),
+ENGINE = fleet.Engine(
+  precision=Precision(weights='float8_e4m3fn', kv='float8_e4m3fn'),
+  routing=Routing(flips=(0.1,)),
+  staleness=Staleness(steps=8),
+  decoding=Decoding(top_p=0.99),
+  heavy_tail=HeavyTail(scale=1.0),
 )
 
 
@@ -71,23 +76,23 @@ class AblateMismatch(sweep.Trained):
   half: bool = False
   # The limit of TRM-max, nats.
   limit: float = 0.05
-  engine: fl.Engine = ENGINE
+  engine: fleet.Engine = ENGINE
   # `steps` are RL steps on a healthy engine after the warm start; staleness looks back into them.
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=12,
     prompts=48,
     samples=4,
     policy=policy.PolicyConfig(experts_per_token=2, normalize_gates=True),
-    optimizer=train.Optimizer(warmup=4),
-    warm_start=train.WarmStart(steps=200, batch=64),
+    optimizer=training.Optimizer(warmup=4),
+    warm_start=training.WarmStart(steps=200, batch=64),
   )
 
   def __post_init__(self):
-    known = [field.name for field in dataclasses.fields(fl.Engine)]
+    known = [field.name for field in dataclasses.fields(fleet.Engine)]
     for name in self.sources:
       if name not in known:
         raise InputError(f'sources names {name!r}, which is not one of {", ".join(known)}.')
-      if getattr(self.engine, name) == getattr(fl.Engine(), name):
+      if getattr(self.engine, name) == getattr(fleet.Engine(), name):
         raise InputError(
           f'sources names {name!r}, but engine.{name} is healthy: configure it by'
           f' --engine.{name}.* or leave it out.'
@@ -102,7 +107,7 @@ class AblateMismatch(sweep.Trained):
     attribution.full(len(self.sources))
     if not 0 < self.limit < math.inf:
       raise InputError(f'limit={self.limit} must be > 0 and finite.')
-    if self.config.fleet != fl.Fleet():
+    if self.config.fleet != fleet.Fleet():
       raise InputError('fleet has no effect here: pass --engine.* in place of --fleet.*.')
     super().__post_init__()
     if self.served.staleness.steps > self.config.steps:
@@ -121,9 +126,9 @@ class AblateMismatch(sweep.Trained):
     self.served.reporting.check(self.config.samples)
 
   @property
-  def served(self) -> fl.Engine:
+  def served(self) -> fleet.Engine:
     """The engine with every source off that is not among `sources`."""
-    return fl.Engine(**{name: getattr(self.engine, name) for name in self.sources})
+    return fleet.Engine(**{name: getattr(self.engine, name) for name in self.sources})
 
   @property
   def design(self) -> np.ndarray:
@@ -144,10 +149,10 @@ class AblateMismatch(sweep.Trained):
     return own | dict(limit=self.limit, half=self.half, config=config)
 
 
-def cell_program(args: AblateMismatch, program: train.Program):
+def cell_program(args: AblateMismatch, program: training.Program):
   """(params, old, strengths, prompts, starts, key) -> responses and measurements; compiled once."""
   config, engine = program.config, args.served
-  team = fl.Fleet(engine=engine)
+  team = fleet.Fleet(engine=engine)
   length = config.response_length or program.task.response_length
   attend = getattr(attention, config.attention)
 
@@ -156,29 +161,25 @@ def cell_program(args: AblateMismatch, program: train.Program):
     history = None
     if engine.staleness.steps:
       history = jax.tree.map(lambda x: jnp.stack([x] * engine.staleness.steps), old)
-    rollout = fl.generate(
+    rollout = fleet.generate(
       team,
       params,
       config.policy,
       prompts,
       starts,
       key,
-      samples=config.samples,
-      length=length,
-      eos=program.task.eos,
-      pad=program.task.pad,
+      sweep.request(program),
+      Record(score=config.score),
       version=jnp.int32(config.steps),
       first=old,
       history=history,
       strength=strength,
-      temperature=config.temperature,
-      score=config.score,
       attention=attend,
     )
     reward = program.task.reward(rollout.prompts, rollout.start, rollout.tokens, rollout.valid)
     d, policy_logp, aux = sweep.compare(config, params, rollout)
     valid, reward = sharding.reshard((rollout.valid, reward))
-    keep = trust_region.max_kl(d, valid, limit=args.limit)
+    keep = masks.max_kl(limit=args.limit)(d, valid)
     groups = reward.reshape(-1, config.samples)
     advantage = (groups - groups.mean(-1, keepdims=True)).reshape(-1)
     seen = measurements.measure(

@@ -29,21 +29,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
 
-from experiments import command, figures, report
-from trm_jax import divergences
-from trm_jax.mismatch import heavy_tail, measurements, presets
-from trm_jax.progress import Progress
+from experiments.laboratory.confidences import ROWS, SHARES, SLOTS, Mix, confidences, contexts
+from experiments.reports import figures, report
+from trm_jax import divergences, measurements
+from trm_jax.mismatch import heavy_tail, presets
+from trm_jax.runs.progress import Progress
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'calibrate_presets'
 # Published shares of sampled tokens by the probability of the token, and of their log-odds shifts
 # the robust standard deviation and the 5 % and 95 % quantiles.
 BINS = ('< .5', '.5-.9', '.9-.99', '.99-.999', '> .999')
-SHARES = (0.23, 0.19, 0.16, 0.13, 0.29)
 Q05 = (-0.375, -0.376, -0.453, -0.492, -0.504)
 Q95 = (0.259, 0.355, 0.420, 0.472, 0.501)
-# Confidence at the borders of the bins; below .1 Zipf's likeliest token would no longer be it.
-BORDERS = (0.1, *heavy_tail.EDGES, 1 - 1e-6)
 # Published numbers of similar stacks that nothing was fitted to: (preset, statistic, value, where).
 OTHERS = (
   ('dense_vllm_bf16', 'mean_kl', 6.4e-4, 'Qwen3-8B, SGLang (arXiv 2510.11370)'),
@@ -52,7 +51,6 @@ OTHERS = (
   ('moe_vllm_bf16', 'mean_tv', 5.0e-3, 'Qwen3-30B-A3B, tolerance set by the DC authors'),
   ('moe_replayed', 'mean_kl', 5e-4, 'Qwen3-30B-A3B, vLLM (prime-rl#2808)'),
 )
-ROWS, SLOTS = 8, 16  # contexts of one call at the vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,26 +84,12 @@ class CalibratePresets:
         )
     if 'moe_vllm_bf16' not in self.names:
       raise InputError(f"names={self.names} must hold 'moe_vllm_bf16', whose table is shown.")
-    if self.vocabulary < 1024:
-      raise InputError(f'vocabulary={self.vocabulary} must be at least 1024.')
-    if self.contexts < ROWS * SLOTS or self.contexts % (ROWS * SLOTS):
-      raise InputError(f'contexts={self.contexts} must be a positive multiple of {ROWS * SLOTS}.')
-    if not 0 < self.zipf <= 1:
-      raise InputError(f'zipf={self.zipf} must lie in (0, 1].')
+    _ = self.mix  # refuses sizes that cannot be
 
-
-def confidences(count: int) -> tuple[np.ndarray, np.ndarray]:
-  """(confidence of the likeliest token, weight) on a grid of `count` points a bin, float64.
-
-  Log-odds are uniform within a bin. A context of confidence c samples another token with
-  probability 1 - c, which then falls into the lowest bin; weights make up for it.
-  """
-  logit = np.log(np.array(BORDERS)) - np.log1p(-np.array(BORDERS))
-  place = (np.arange(count) + 0.5) / count
-  c = 1 / (1 + np.exp(-(logit[:-1, None] + np.diff(logit)[:, None] * place)))
-  weight = np.array(SHARES) / c.mean(1)
-  weight[0] = 1 - weight[1:].sum()
-  return c.ravel(), np.repeat(weight / count, count)
+  @property
+  def mix(self) -> Mix:
+    """The contexts that presets are run on."""
+    return Mix(vocabulary=self.vocabulary, contexts=self.contexts, zipf=self.zipf)
 
 
 @functools.cache
@@ -150,27 +134,12 @@ def fit(preset: presets.Preset, *, points: int = 60, draws: int = 4000) -> float
   return math.sqrt(low * high)
 
 
-def contexts(args: CalibratePresets, number: int, rng: np.random.Generator):
-  """Scores [ROWS, SLOTS, V] float32 of one call's contexts; confidences stratified over all."""
-  c, weight = confidences(200)
-  place = (np.arange(number * ROWS * SLOTS, (number + 1) * ROWS * SLOTS) + 0.5) / args.contexts
-  # An odd step through the strata, so that each call sees every confidence.
-  place = (place * (args.contexts // 2 + 1)) % 1
-  chosen = c[np.minimum(np.searchsorted(np.cumsum(weight), place), c.size - 1)]
-  law = np.arange(1, args.vocabulary) ** -args.zipf
-  rest = np.log(law / law.sum()).astype(np.float32)
-  scores = np.log1p(-chosen)[:, None].astype(np.float32) + rest[None]
-  top = int(rng.integers(args.vocabulary))
-  scores = np.insert(scores, top, np.log(chosen).astype(np.float32), axis=1)
-  return jnp.asarray(scores.reshape(ROWS, SLOTS, args.vocabulary))
-
-
 @functools.partial(jax.jit, static_argnames='engine')
 def _run(scores, key, engine):
   """(kl, tv, log_ratio, policy log-prob) [ROWS, SLOTS] of one call, tokens drawn by the engine."""
   noise, draw = jax.random.split(key)
   keys = jax.random.split(noise, (ROWS, SLOTS))
-  shifted = heavy_tail.hooks(engine).logits(scores, keys)
+  shifted = heavy_tail.shift_hooks(engine).logits(scores, keys)
   tokens = jax.random.categorical(draw, shifted)
   found = divergences.statistics(scores, shifted, tokens)
   return found.kl, found.tv, found.policy_logp - found.rollout_logp, found.policy_logp
@@ -181,7 +150,7 @@ def run(args: CalibratePresets, preset: presets.Preset, progress, done: int) -> 
   rng, key = np.random.default_rng(args.seed), jax.random.key(args.seed)
   parts = []
   for number in range(args.contexts // (ROWS * SLOTS)):
-    scores = contexts(args, number, rng)
+    scores = contexts(args.mix, number, rng)
     parts.append(_run(scores, jax.random.fold_in(key, number), preset.engine.heavy_tail))
     progress.update(done + number + 1)
   kl, tv, log_ratio, logp = (np.concatenate([np.ravel(p[i]) for p in parts]) for i in range(4))

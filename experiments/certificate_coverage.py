@@ -17,6 +17,7 @@ rejected: the kindest choice for the certificates that need them.
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -24,9 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command, coverage_report, known_pairs, report
-from trm_jax import certificate, confidence, prefixes, recording, trust_region
-from trm_jax import surrogate_certificate as sc
+from experiments.laboratory import known_pairs
+from experiments.reports import coverage_report, report
+from trm_jax import certificates, masks
+from trm_jax.certificates import confidence, patching, surrogate
+from trm_jax.runs import recording
+from trm_jax.training import command
 from trm_jax.types import Divergences, InputError
 
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'certificate_coverage'
@@ -63,13 +67,13 @@ class CertificateCoverage:
       raise InputError(f'sizes={self.sizes} must be multiples of 16, at least 32.')
 
 
-def limits_of(it: known_pairs.Scenario) -> tuple[prefixes.Limits, float]:
+def limits_of(it: known_pairs.Scenario) -> tuple[patching.Limits, float]:
   """(limits that reject nothing, a limit on the mean KL that rejects a tenth), exactly."""
   seen = it.mass > 0
   rows = {k: v[seen] for k, v in it.rows.items()}
   slack = 1 + 1e-4  # float32 rows
   before = np.cumsum(rows['log_ratio'], -1) - rows['log_ratio']
-  limits = prefixes.Limits(
+  limits = patching.Limits(
     max_kl=float(rows['kl'].max() * slack),
     max_tv=min(1.0, float(rows['tv'].max() * slack)),
     max_chi2=float(rows['chi2'].max() * slack),
@@ -84,11 +88,11 @@ def limits_of(it: known_pairs.Scenario) -> tuple[prefixes.Limits, float]:
 def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
   """Name -> function of (rows of the rollout, as many of the policy) -> lower bound."""
   limits, mean_limit = limits_of(it)
-  criterion = functools.partial(trust_region.mean_kl, limit=mean_limit)
+  criterion = masks.mean_kl(limit=mean_limit)
 
   def region(rows):
     keys = ('log_ratio', 'valid', 'kl', 'tv', 'chi2')
-    return prefixes.patch(**{k: rows[k] for k in keys}, limits=limits), rows['reward']
+    return patching.patch(**{k: rows[k] for k in keys}, limits=limits), rows['reward']
 
   def by_surrogate(make, penalty):
     def judge(old, _):
@@ -101,16 +105,28 @@ def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
     patched, reward = region(old)
     seen = Divergences(old['kl'], old['tv'], old['log_ratio'], 0 * old['kl'])
     keep = criterion(seen, old['valid'])
-    made = sc.first_order(patched, reward, prefixes.tv_penalty, samples=1, alpha=alpha, keep=keep)
+    made = surrogate.first_order(
+      patched, reward, patching.tv_penalty, samples=1, alpha=alpha, keep=keep
+    )
     return made.lower
 
   def weighted(rows):
-    return rows['reward'] * jnp.expm1(certificate.log_weight(rows['log_ratio'], rows['valid']))
+    return rows['reward'] * jnp.expm1(certificates.log_weight(rows['log_ratio'], rows['valid']))
 
   def centred(old, _):
     if limits.budget > 10:  # refused: e^budget is the variance to allow for
       return jnp.float32(-jnp.inf)
-    return sc.centred(*region(old), samples=1, alpha=alpha).lower
+    patched, reward = region(old)
+    # The patched weight has mean 1, and the budget bounds its variance; alpha is shared.
+    known = dict(alpha=alpha / 2, variance=0.25 * math.expm1(limits.budget))
+    mean = confidence.catoni((reward - 0.5) * (patched.weight - 1), **known)
+    return mean - surrogate.leaving(patched, samples=1, alpha=alpha / 2)
+
+  def plug_in(old, _):
+    patched, reward = region(old)
+    x = jnp.where(patched.kept, reward * patched.first, -reward)
+    least = surrogate.error_bounds(patched, reward, samples=1).values()
+    return confidence.normal(x, alpha=alpha) - functools.reduce(jnp.minimum, least)
 
   def evaluate_both(old, new):
     both = old['reward'], new['reward']
@@ -118,24 +134,24 @@ def judges(it: known_pairs.Scenario, alpha: float) -> dict[str, Callable]:
     return both[1].mean() - both[0].mean() - error * jax.scipy.stats.norm.ppf(1 - alpha)
 
   def backwards(_, new):
-    return certificate.retrospective(
+    return certificates.retrospective(
       -new['log_ratio'], new['valid'], new['reward'], samples=1, alpha=alpha
     ).lower
 
   return {
     'importance sampling': lambda old, _: (
-      certificate.improvement(
+      certificates.improvement(
         old['log_ratio'], old['valid'], old['reward'], samples=1, alpha=alpha
       ).lower
     ),
     'retrospective': backwards,
-    'first order, TV': by_surrogate(sc.first_order, prefixes.tv_penalty),
-    'first order, L2': by_surrogate(sc.first_order, prefixes.l2_penalty),
+    'first order, TV': by_surrogate(surrogate.first_order, patching.tv_penalty),
+    'first order, L2': by_surrogate(surrogate.first_order, patching.l2_penalty),
     'first order, TV, 10 % rejected': rejecting,
-    'prefix, L2': by_surrogate(sc.prefix, prefixes.l2_penalty),
+    'prefix, L2': by_surrogate(surrogate.prefix, patching.l2_penalty),
     'centred': centred,
     'importance sampling, CLT': lambda old, _: confidence.normal(weighted(old), alpha=alpha),
-    'plug-in, CLT': lambda old, _: sc.plug_in(*region(old), samples=1, alpha=alpha).lower,
+    'plug-in, CLT': plug_in,
     'evaluate both, CLT': evaluate_both,
   }
 
@@ -178,7 +194,7 @@ def misuse(*, repeats: int, alpha: float, seed: int) -> dict[str, dict]:
   rng = np.random.default_rng(seed)
   certify = jax.jit(
     lambda log_ratio, reward, samples: (
-      certificate.improvement(
+      certificates.improvement(
         log_ratio[:, None],
         jnp.ones((log_ratio.size, 1), bool),
         reward,

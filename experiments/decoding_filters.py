@@ -34,20 +34,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command, report, small_world, sweep
-from experiments import filters_report as fr
-from trm_jax import (
-  attention,
-  enumeration,
-  oracle,
-  policy,
-  sampling,
-  sharding,
-  train,
-  trust_region,
-)
-from trm_jax import divergences as dv
-from trm_jax.mismatch import decoding, measurements
+from experiments.laboratory import small_world, sweep
+from experiments.reports import filters_report as fr
+from experiments.reports import report
+from trm_jax import divergences, masks, measurements, policy, training
+from trm_jax.exact import enumeration, oracle
+from trm_jax.mesh import sharding
+from trm_jax.mismatch import decoding
+from trm_jax.policy import attention
+from trm_jax.rollouts import scoring, support
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 
@@ -141,13 +137,15 @@ class DecodingFilters(sweep.Trained):
     return found
 
 
-def cell_program(args: DecodingFilters, program: train.Program):
+def cell_program(args: DecodingFilters, program: training.Program):
   """(params, filter, prompts, starts, key) -> what a trainer sees, by side."""
   config = args.config
   attend = getattr(attention, config.attention)
 
   def replayed(scores, logits, tokens):
-    return dv.statistics(decoding.replay_support(scores, logits), logits, tokens).divergences()
+    return divergences.statistics(
+      support.replay_support(scores, logits), logits, tokens
+    ).divergences()
 
   @jax.jit
   def cell(params, by, prompts, starts, key):
@@ -156,8 +154,8 @@ def cell_program(args: DecodingFilters, program: train.Program):
     )
     rollout = sweep.roll_out(program, params, prompts, starts, key, hooks=hooks)
     raw, policy_logp, _ = sweep.compare(config, params, rollout)
-    drawn = sampling.token_logp(rollout.logits, rollout.tokens, rollout.valid)
-    hidden, _ = sampling.score(params, config.policy, rollout, attention=attend)
+    drawn = scoring.token_logp(rollout.logits, rollout.tokens, rollout.valid)
+    hidden, _ = scoring.score(params, config.policy, rollout, attention=attend)
     scores = policy.logits(params, hidden)
     scores, logits, tokens = sharding.reshard((scores, rollout.logits, rollout.tokens))
     replay = replayed(scores, logits, tokens)
@@ -172,8 +170,8 @@ def cell_program(args: DecodingFilters, program: train.Program):
         'abs_log_ratio': mean(jnp.abs(d.log_ratio)),
         'log_ratio': mean(d.log_ratio),
         'ess': measurements.sequences(d.log_ratio, valid).ess,
-        'kept': trust_region.max_kl(d, valid, limit=args.limit).mean(),
-        'kept_k2': trust_region.max_k2(d, valid, limit=args.limit).mean(),
+        'kept': masks.max_kl(limit=args.limit)(d, valid).mean(),
+        'kept_k2': masks.max_k2(limit=args.limit)(d, valid).mean(),
       }
     cut = (logits == -jnp.inf).any(-1)
     return found | {'cut': mean(cut), 'chi2_infinite': mean(jnp.isinf(processed.chi2))}

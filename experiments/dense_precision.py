@@ -24,22 +24,24 @@ from typing import Annotated
 
 import tyro
 
-from experiments import command, grid, report
-from experiments.arms import Arm
-from trm_jax import train
-from trm_jax.method import Method
+from experiments.laboratory import grid
+from experiments.laboratory.arms import Arm
+from experiments.reports import report
+from trm_jax import training
 from trm_jax.mismatch import fleet, precision
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 
 CONTROL = 'no mismatch'
 FORMATS = {'e5m2': 'float8_e5m2', 'e4m3': 'float8_e4m3fn', 'int8': 'int8'}
 COARSE, *FINE = FORMATS
 CLIP, TIS, RATIO, TIGHT, WIDE = 'clip', 'TIS', 'ratio', 'TRM 0.2', 'TRM 1'
 ARMS = (
-  Arm(name=CLIP, method=Method(surrogate='clip')),
-  Arm(name=TIS, method=Method(anchor='recomputed', weight='tis')),
-  Arm(name=RATIO, method=Method()),
-  Arm(name=TIGHT, method=Method(max_kl=0.2)),
-  Arm(name=WIDE, method=Method(max_kl=1.0)),
+  Arm(name=CLIP, method=MethodWords(surrogate='clip')),
+  Arm(name=TIS, method=MethodWords(anchor='recomputed', weight='tis')),
+  Arm(name=RATIO, method=MethodWords()),
+  Arm(name=TIGHT, method=MethodWords(max_kl=0.2)),
+  Arm(name=WIDE, method=MethodWords(max_kl=1.0)),
 )
 # Below this share kept, a limit is said to starve.
 STARVED = 1 / 3
@@ -51,7 +53,7 @@ def _fleet(format: str) -> fleet.Fleet:
 
 
 SETTINGS = (
-  grid.Setting(name=CONTROL, arms=(Arm(name=CONTROL, method=Method(anchor='recomputed')),)),
+  grid.Setting(name=CONTROL, arms=(Arm(name=CONTROL, method=MethodWords(anchor='recomputed')),)),
   *(
     grid.Setting(name=name, changes=dict(fleet=_fleet(value)), arms=ARMS)
     for name, value in FORMATS.items()
@@ -75,12 +77,12 @@ class DensePrecision(grid.Options):
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/dense_precision')
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=20, seed=100, save_every=100
   )
 
 
-def summarise(found: dict[str, report.Metrics], config: train.Config) -> dict:
+def summarise(found: dict[str, report.Metrics], config: training.Config) -> dict:
   """All numbers of the tables, the figure and the verdict."""
   summary = grid.summarise(found, SETTINGS, EFFECTS)
   seeds = len(summary['seeds'])

@@ -31,11 +31,13 @@ from typing import Annotated
 
 import tyro
 
-from experiments import command, grid, report
-from experiments.arms import Arm
-from trm_jax import train
-from trm_jax.method import Method
+from experiments.laboratory import grid
+from experiments.laboratory.arms import Arm
+from experiments.reports import report
+from trm_jax import training
 from trm_jax.mismatch import fleet, precision, staleness
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 
 SURROGATES = {
   'clip': dict(surrogate='clip'),
@@ -64,13 +66,13 @@ RUN = {NOISE: ('clip', 'TIS'), DRIFT: ('clip', 'TIS'), BOTH: tuple(SURROGATES)}
 SUITS = {NOISE: 'TIS', DRIFT: 'clip', BOTH: 'decoupled'}
 
 SETTINGS = (
-  grid.Setting(name=CONTROL, arms=(Arm(name=CONTROL, method=Method(anchor='recomputed')),)),
+  grid.Setting(name=CONTROL, arms=(Arm(name=CONTROL, method=MethodWords(anchor='recomputed')),)),
   *(
     grid.Setting(
       name=name,
       changes=dict(fleet=fleet.Fleet(engine=engine)),
       arms=tuple(
-        Arm(name=surrogate + mask, method=Method(**SURROGATES[surrogate], **switches))
+        Arm(name=surrogate + mask, method=MethodWords(**SURROGATES[surrogate], **switches))
         for surrogate in RUN[name]
         for mask, switches in MASKS.items()
       ),
@@ -109,12 +111,12 @@ class DriftOrNoise(grid.Options):
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/drift_or_noise')
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=20, seed=100, save_every=100
   )
 
 
-def summarise(found: dict[str, report.Metrics], config: train.Config) -> dict:
+def summarise(found: dict[str, report.Metrics], config: training.Config) -> dict:
   """All numbers of the tables, the figure and the verdict."""
   summary = grid.summarise(found, SETTINGS, EFFECTS)
   seeds = len(summary['seeds'])

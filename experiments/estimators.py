@@ -30,10 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import calibrate_presets, command, sweep
-from experiments import estimators_report as er
-from trm_jax import brackets, divergences
+from experiments.laboratory import sweep
+from experiments.laboratory.confidences import ROWS, SLOTS, Mix, contexts
+from experiments.reports import estimators_report as er
+from trm_jax import divergences
+from trm_jax.divergences import brackets
 from trm_jax.mismatch import heavy_tail, presets
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 EVERY = 'every score'
@@ -89,9 +92,9 @@ class Estimators(sweep.Cells):
       raise InputError(f'target={self.target} must lie strictly between 0 and 1.')
 
   @property
-  def mix(self) -> calibrate_presets.CalibratePresets:
+  def mix(self) -> Mix:
     """The published mix of confidences."""
-    return calibrate_presets.CalibratePresets(vocabulary=self.vocabulary, contexts=self.contexts)
+    return Mix(vocabulary=self.vocabulary, contexts=self.contexts)
 
   @property
   def noises(self) -> tuple[str, ...]:
@@ -115,7 +118,7 @@ def estimates(scores, key, *, preset: str | None, scale: float):
     rollout = scores + scale * jax.random.normal(noise, scores.shape)
   else:
     keys = jax.random.split(noise, scores.shape[:-1])
-    rollout = heavy_tail.hooks(presets.named(preset).engine.heavy_tail).logits(scores, keys)
+    rollout = heavy_tail.shift_hooks(presets.named(preset).engine.heavy_tail).logits(scores, keys)
   tokens = jax.random.categorical(draw, rollout)
   found = divergences.statistics(scores, rollout, tokens)
   log_ratio = found.policy_logp - found.rollout_logp
@@ -135,11 +138,11 @@ def estimates(scores, key, *, preset: str | None, scale: float):
 def bank(args: Estimators, noise: str, seed: int) -> dict[str, np.ndarray]:
   """{estimator: [contexts]} of one seed."""
   rng, key = np.random.default_rng(seed), jax.random.key(seed)
-  size = calibrate_presets.ROWS * calibrate_presets.SLOTS
+  size = ROWS * SLOTS
   preset = None if noise == EVERY else noise
   parts = []
   for number in range(args.contexts // size):
-    scores = calibrate_presets.contexts(args.mix, number, rng)
+    scores = contexts(args.mix, number, rng)
     at = jax.random.fold_in(key, number)
     parts.append(estimates(scores, at, preset=preset, scale=args.every_score))
   parts = jax.device_get(parts)

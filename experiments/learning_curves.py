@@ -30,19 +30,21 @@ from typing import Annotated, Any
 import matplotlib.pyplot as plt
 import tyro
 
-from experiments import arms, command, figures, grid, report
-from trm_jax import tasks, train
-from trm_jax.method import Method
+from experiments.laboratory import arms, grid
+from experiments.reports import figures, report
+from trm_jax import tasks, training
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 from trm_jax.types import InputError
 
 # What each task changes of the configuration; carries are learned late.
 TASKS: dict[str, dict[str, Any]] = {
   'sorting': {},
-  'addition': dict(warm_start=train.WarmStart(steps=1500)),
+  'addition': dict(warm_start=training.WarmStart(steps=1500)),
   'chain_sum': {},
   'moves': {},
 }
-ARM = arms.Arm(name='no mismatch', method=Method(anchor='recomputed'))
+ARM = arms.Arm(name='no mismatch', method=MethodWords(anchor='recomputed'))
 # Gains below this are not called learning.
 LEAST = 0.1
 ACCURACIES = ('sampled', 'greedy')
@@ -66,19 +68,19 @@ class LearningCurves:
   workers: int | None = None
   # Copy summary, table and figure to experiments/results/learning_curves.
   publish: bool = False
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=80, seed=100, eval_every=10, save_every=100
   )
 
   def __post_init__(self):
-    if self.config.task != train.Config().task:
+    if self.config.task != training.Config().task:
       raise InputError(
         f'task={self.config.task} has no effect: every task runs. For one alone use'
         ' python -m experiments.train_policy --task.'
       )
 
 
-def config_of(name: str, config: train.Config) -> train.Config:
+def config_of(name: str, config: training.Config) -> training.Config:
   """The configuration of a task."""
   return dataclasses.replace(config, task=f'trm_jax.tasks.{name}', **TASKS[name])
 
@@ -123,7 +125,7 @@ def _before_last_third(rows) -> float:
 
 
 def summarise(
-  found: dict[str, report.Metrics], seconds: dict[str, float], config: train.Config
+  found: dict[str, report.Metrics], seconds: dict[str, float], config: training.Config
 ) -> dict:
   """All numbers of the table, the figure and the verdict."""
   tables, p = {}, []

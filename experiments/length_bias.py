@@ -27,9 +27,11 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments import command, figures, noise_floor, report
-from trm_jax import sharp_bounds
-from trm_jax.progress import Progress
+from experiments.laboratory import noise_floor
+from experiments.reports import figures, report
+from trm_jax.bounds import sharp
+from trm_jax.runs.progress import Progress
+from trm_jax.training import command
 
 # The noise whose prices are shown.
 MAIN = noise_floor.NOISES[0]
@@ -175,7 +177,7 @@ def verdict(summary: dict) -> str:
   slips = {n: (rule['slips_through'][0], rule['slips_through'][-1]) for n, rule in main.items()}
   hidden = [name for name, (x, y) in slips.items() if x and y and y > 2 * x]
   blind = [name for name in main if end(name, 'drift') > end(name, 'kept') / 2]
-  of_mean = float(sharp_bounds.budget_l2(2 * last * end('mean', 'limit')))
+  of_mean = float(sharp.budget_l2(2 * last * end('mean', 'limit')))
   check = list(noises['softmax']['check'].items())
   biased = all(kept('max', n)[-1] < target - 0.1 for n in noises)
   even = max(off[x] for x in noise_floor.CALIBRATED) <= 0.1

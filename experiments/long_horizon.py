@@ -40,21 +40,26 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments import arms, command, grid, long_horizon_report, report
-from experiments.arms import Arm
-from trm_jax import calibration, loop, metrics, train, trust_region, update
-from trm_jax.method import Method
+from experiments.laboratory import arms, grid
+from experiments.laboratory.arms import Arm
+from experiments.reports import long_horizon_report, report
+from trm_jax import masks, training
+from trm_jax.masks import calibration
+from trm_jax.measurements import metrics
 from trm_jax.mismatch import fleet
-from trm_jax.progress import Progress
+from trm_jax.runs.progress import Progress
+from trm_jax.training import command, loop, update
+from trm_jax.training.words import MethodWords
 
 # Response slots -> task and warm start. Where RL follows, the policy must be able; the others say
 # only what is kept.
-ABLE = train.WarmStart(steps=1500, batch=32)
+WARM = training.WarmStart
+ABLE = WARM(steps=1500, batch=32)
 HORIZONS = {
   31: dict(task='trm_jax.tasks.moves', warm_start=ABLE),
-  64: dict(task='trm_jax.tasks.moves_64', warm_start=ABLE),
-  127: dict(task='trm_jax.tasks.moves_128', warm_start=train.WarmStart(steps=400, batch=16)),
-  496: dict(task='trm_jax.tasks.moves_512', warm_start=train.WarmStart(steps=250, batch=4)),
+  64: dict(task='trm_jax.tasks.moves:MOVES_64', warm_start=ABLE),
+  127: dict(task='trm_jax.tasks.moves:MOVES_128', warm_start=WARM(steps=400, batch=16)),
+  496: dict(task='trm_jax.tasks.moves:MOVES_512', warm_start=WARM(steps=250, batch=4)),
 }
 TRAINED = (31, 64)
 SHORTEST = min(HORIZONS)
@@ -63,9 +68,9 @@ NOISE = fleet.Fleet(preset='moe_vllm_bf16')
 TARGET = 0.8
 # Statistic of a row behind each kind of limit, and its setting in a method.
 STATISTICS = {
-  'max': ('max_kl', lambda kl, chi2, valid: trust_region.max_over_tokens(kl, valid)),
-  'mean': ('mean_kl', lambda kl, chi2, valid: trust_region.mean_over_tokens(kl, valid)),
-  'budget': ('chi2_budget', lambda kl, chi2, valid: trust_region.sum_over_tokens(chi2, valid)),
+  'max': ('max_kl', lambda kl, chi2, valid: masks.max_over_tokens(kl, valid)),
+  'mean': ('mean_kl', lambda kl, chi2, valid: masks.mean_over_tokens(kl, valid)),
+  'budget': ('chi2_budget', lambda kl, chi2, valid: masks.sum_over_tokens(chi2, valid)),
 }
 # Rules -> (statistic, scope); `by T` forms take their limits from their own T.
 RULES = {
@@ -99,7 +104,7 @@ class LongHorizon:
   workers: int | None = None
   # Copy summary, table and figure to experiments/results/long_horizon.
   publish: bool = False
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=30,
     seed=100,
     prompts=12,
@@ -110,7 +115,7 @@ class LongHorizon:
   )
 
 
-def config_of(T: int, config: train.Config, **changes) -> train.Config:
+def config_of(T: int, config: training.Config, **changes) -> training.Config:
   """The configuration at T."""
   return dataclasses.replace(config, **(HORIZONS[T] | changes))
 
@@ -123,14 +128,14 @@ def _kept(divergences, valid, limit, rule):
   """Tokens [B,T] that a rule keeps."""
   statistic, scope = RULES[rule]
   name = STATISTICS[statistic][0]
-  judge = getattr(trust_region, f'prefix_{name}' if scope == 'prefix' else name)
-  kept = judge(divergences, valid, limit=limit)
+  criterion = masks.CRITERIA[name](limit)
+  kept = (criterion.prefix if scope == 'prefix' else criterion)(divergences, valid)
   return jnp.broadcast_to(kept if kept.ndim == 2 else kept[:, None], valid.shape)
 
 
 def limits_of(divergences, valid) -> dict[str, float]:
   """Limit of each statistic that accepts TARGET of rows like these."""
-  parts = divergences.kl, trust_region.chi2_of(divergences), valid
+  parts = divergences.kl, masks.chi2_of(divergences), valid
   return {
     name: float(calibration.conformal(statistic(*parts), target=TARGET))
     for name, (_, statistic) in STATISTICS.items()
@@ -170,12 +175,14 @@ def judged(batches, fixed: dict[str, float] | None) -> dict:
   }
 
 
-def measure(T: int, config: train.Config, seeds, folders, fixed: dict[int, dict], progress) -> dict:
+def measure(
+  T: int, config: training.Config, seeds, folders, fixed: dict[int, dict], progress
+) -> dict:
   """`judged` of the warm-started policy of every seed; `fixed` holds limits by seed, if any."""
   # A row of 530 slots has 4 x 530 x 530 scores a layer: a few rows at a time.
   pieces = 1 if T < 256 else config.prompts // 2
   config = config_of(T, config, microbatches=pieces)
-  program = train.build(config, (Method(chi2_budget=1.0),))
+  program = training.build(config, (MethodWords(chi2_budget=1.0),))
   arm, found = update.Arm(jnp.int32(0), jnp.float32(1)), {}
   for seed, folder in zip(seeds, folders, strict=True):
     own = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
@@ -205,9 +212,9 @@ def average(found: list[dict]) -> dict:
 # Learning.
 
 
-def _method(rule: str, limits: dict[str, float], **more) -> Method:
+def _method(rule: str, limits: dict[str, float], **more) -> MethodWords:
   statistic, scope = RULES[rule]
-  return Method(scope=scope, **{STATISTICS[statistic][0]: limits[statistic]}, **more)
+  return MethodWords(scope=scope, **{STATISTICS[statistic][0]: limits[statistic]}, **more)
 
 
 def settings_of(fixed: dict[str, float], by_T: dict[int, dict[str, float]]):
@@ -219,8 +226,8 @@ def settings_of(fixed: dict[str, float], by_T: dict[int, dict[str, float]]):
       grid.Setting(
         name=f'T = {T}',
         arms=(
-          Arm(name=CONTROL, method=Method(anchor='recomputed'), strength=0.0),
-          Arm(name=PLAIN, method=Method()),
+          Arm(name=CONTROL, method=MethodWords(anchor='recomputed'), strength=0.0),
+          Arm(name=PLAIN, method=MethodWords()),
           *(Arm(name=rule, method=_method(rule, fixed)) for rule in RULES),
           Arm(name=RANDOM, method=_method('max', fixed, random_mask=True, match_length=True)),
           *(Arm(name=f'{rule}, by T', method=_method(rule, by_T[T])) for rule in own),
@@ -259,7 +266,7 @@ def run(args: LongHorizon) -> tuple[dict, dict, tuple[grid.Setting, ...]]:
   """(acceptance by T and seed, metrics by setting, settings): what is missing is computed."""
   seeds = [args.config.seed + i for i in range(args.seeds)]
   shared = dict(seeds=args.seeds, workers=args.workers)
-  first, kept = (Arm(name='start', method=Method()),), {}
+  first, kept = (Arm(name='start', method=MethodWords()),), {}
   for T in HORIZONS:
     folder = args.directory / f't{T}'
     arms.run_all(config_of(T, args.config, steps=0), first, directory=folder, **shared)
@@ -278,7 +285,7 @@ def run(args: LongHorizon) -> tuple[dict, dict, tuple[grid.Setting, ...]]:
   return kept, found, settings
 
 
-def summarise(kept: dict, found: dict, settings, config: train.Config) -> dict:
+def summarise(kept: dict, found: dict, settings, config: training.Config) -> dict:
   """All numbers of the tables, the figure and the verdict."""
   summary = grid.summarise(found, settings, EFFECTS)
   seeds = len(summary['seeds'])

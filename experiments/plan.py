@@ -4,18 +4,18 @@
     python -m experiments.plan --topology cpu:8 --mesh 4,2 --layers 2 --rows 2 ...    # no libtpu
     python -m experiments.plan --table --seq 4096 --samples 4 --save benchmarks/plan.json
 
-Compiles the step itself (`experiments/abstract_step.py`) for the named topology from shapes alone;
-needs the extra `tpu` (pip install -e '.[tpu]'), else only `--topology cpu:N`. Where every figure
-comes from is printed beside it:
+Compiles the step itself (`trm_jax/planning/abstract_step.py`) for the named topology from shapes
+alone; needs the extra `tpu` (pip install -e '.[tpu]'), else only `--topology cpu:N`. Where every
+figure comes from is printed beside it:
 
   compiler   memory, and what does not fit: the compiler's own report or error
   text       collectives and traffic: the compiled program's text, loops counted as often as they
-             turn (`experiments/compiled.py`); traffic is an estimate
+             turn (`trm_jax/planning/compiled.py`); traffic is an estimate
   cycles     the compiler's estimate of every instruction, loops counted, over the chip's clock;
              without kernels, collectives hidden behind other work
-  jaxpr      operations of matrix products, loops counted (`experiments/products.py`)
+  jaxpr      operations of matrix products, loops counted (`trm_jax/planning/products.py`)
   once       the compiler's own totals, which count the body of a loop once: too small
-  published  bandwidths and peak of a chip (`experiments/chips.py`)
+  published  bandwidths and peak of a chip (`trm_jax/planning/chips.py`)
 
 The bound is the largest of products / peak, traffic / HBM bandwidth and wire bytes / all links of a
 chip: what a perfect overlap would reach. Nothing here is a measured time.
@@ -31,8 +31,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments import abstract_step, chips, command, compiled, plan_report, products, report
-from trm_jax import policy, qwen3, sharding, stores
+from experiments.reports import plan_report, report
+from trm_jax import policy
+from trm_jax.mesh import sharding
+from trm_jax.planning import abstract_step, chips, compiled, products
+from trm_jax.policy import qwen3
+from trm_jax.rollouts import stores
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 GIB = chips.GIB
@@ -62,7 +67,7 @@ class Command:
   verify: bool = False
   # Micro-batches of a step.
   microbatches: int = 1
-  # What the rollout keeps of each distribution; see trm_jax/stores.py.
+  # What the rollout keeps of each distribution; see trm_jax/rollouts/stores.py.
   store: stores.Store = 'topk'
   top: int = 64
   # Fewer layers than the model has, to try things out.

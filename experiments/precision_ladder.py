@@ -30,10 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import command, report, sweep
-from experiments import precision_report as pr
-from trm_jax import policy, sharding, train, trust_region
-from trm_jax.mismatch import measurements, router_statistics
+from experiments.laboratory import sweep
+from experiments.reports import precision_report as pr
+from experiments.reports import report
+from trm_jax import masks, measurements, policy, training
+from trm_jax.measurements import router_statistics
+from trm_jax.mesh import sharding
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 COMPONENTS = ('weights', 'activations', 'kv', 'logits', 'softmax')
@@ -186,7 +189,7 @@ def engine_weights(params: policy.Params, dial: Grid, key) -> policy.Params:
   return jax.tree_util.tree_unflatten(tree, [one(i, *x) for i, x in enumerate(leaves)])
 
 
-def cell_program(args: PrecisionLadder, program: train.Program):
+def cell_program(args: PrecisionLadder, program: training.Program):
   """(params, dial, prompts, starts, key) -> divergences of the rounded engine."""
   config = args.config
 
@@ -213,7 +216,7 @@ def cell_program(args: PrecisionLadder, program: train.Program):
       'tail': measurements.tail(d.kl, valid),
       'tv': mean(d.tv),
       'log_ratio': mean(jnp.abs(d.log_ratio)),
-      'kept': trust_region.max_kl(d, valid, limit=args.limit).mean(),
+      'kept': masks.max_kl(limit=args.limit)(d, valid).mean(),
     }
 
   return cell

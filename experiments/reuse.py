@@ -23,23 +23,25 @@ from typing import Annotated
 
 import tyro
 
-from experiments import command, grid, report
-from experiments.arms import Arm
-from trm_jax import train
-from trm_jax.method import Method
+from experiments.laboratory import grid
+from experiments.laboratory.arms import Arm
+from experiments.reports import report
+from trm_jax import training
 from trm_jax.mismatch import fleet, precision
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 
 LIMIT = 0.3
 CONTROL, CLIP, TRM, BOTH = 'no mismatch', 'clip', 'TRM', 'clip + TRM'
 DECOUPLED, DECOUPLED_TRM = 'decoupled', 'decoupled + TRM'
 SPLIT = dict(surrogate='decoupled', anchor='version')
 ARMS = (
-  Arm(name=CONTROL, method=Method(surrogate='clip', anchor='recomputed'), strength=0.0),
-  Arm(name=CLIP, method=Method(surrogate='clip')),
-  Arm(name=TRM, method=Method(max_kl=LIMIT)),
-  Arm(name=BOTH, method=Method(surrogate='clip', max_kl=LIMIT)),
-  Arm(name=DECOUPLED, method=Method(**SPLIT)),
-  Arm(name=DECOUPLED_TRM, method=Method(**SPLIT, max_kl=LIMIT)),
+  Arm(name=CONTROL, method=MethodWords(surrogate='clip', anchor='recomputed'), strength=0.0),
+  Arm(name=CLIP, method=MethodWords(surrogate='clip')),
+  Arm(name=TRM, method=MethodWords(max_kl=LIMIT)),
+  Arm(name=BOTH, method=MethodWords(surrogate='clip', max_kl=LIMIT)),
+  Arm(name=DECOUPLED, method=MethodWords(**SPLIT)),
+  Arm(name=DECOUPLED_TRM, method=MethodWords(**SPLIT, max_kl=LIMIT)),
 )
 # Updates a rollout: (epochs, minibatches).
 UPDATES = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
@@ -69,12 +71,12 @@ class Reuse(grid.Options):
   # Experiment directory: warm starts, a run directory per setting, seed and arm, summary.json,
   # figure.png, table.md.
   directory: pathlib.Path = pathlib.Path('runs/reuse')
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=20, seed=100, save_every=100, fleet=fleet.Fleet(engine=ENGINE)
   )
 
 
-def summarise(found: dict[str, report.Metrics], config: train.Config) -> dict:
+def summarise(found: dict[str, report.Metrics], config: training.Config) -> dict:
   """All numbers of the tables, the figure and the verdict."""
   summary = grid.summarise(found, SETTINGS, EFFECTS)
   seeds = len(summary['seeds'])

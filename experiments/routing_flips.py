@@ -32,20 +32,25 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments import command, report, sweep
-from experiments import routing_report as rr
-from trm_jax import policy, sampling, sharding, train, trust_region
-from trm_jax.mismatch import measurements, router_statistics, routing
+from experiments.laboratory import sweep
+from experiments.reports import report
+from experiments.reports import routing_report as rr
+from trm_jax import masks, measurements, policy, training
+from trm_jax.measurements import router_statistics
+from trm_jax.mesh import sharding
+from trm_jax.mismatch import routing
+from trm_jax.rollouts import scoring
+from trm_jax.training import command
 from trm_jax.types import InputError
 
-CONFIG = train.Config(
+CONFIG = training.Config(
   steps=0,
   prompts=24,
   samples=4,
   policy=policy.PolicyConfig(
     width=32, layers=6, heads=4, kv_heads=4, head_width=8, mlp_width=32, normalize_gates=False
   ),
-  warm_start=train.WarmStart(steps=50, batch=32),
+  warm_start=training.WarmStart(steps=50, batch=32),
 )
 
 
@@ -66,7 +71,7 @@ class RoutingFlips(sweep.Trained):
   shapes: tuple[str, ...] = ('8:2', '8:1', '8:4', '16:2')
   # Limit of TRM-max, nats.
   limit: float = 0.05
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = CONFIG
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = CONFIG
 
   def __post_init__(self):
     super().__post_init__()
@@ -86,7 +91,7 @@ class RoutingFlips(sweep.Trained):
           f'shapes holds {shape!r}, which is not EXPERTS:TOP_K with 1 <= TOP_K < EXPERTS, e.g. 8:2.'
         )
 
-  def of_shape(self, shape: str) -> train.Config:
+  def of_shape(self, shape: str) -> training.Config:
     """The config of one shape."""
     experts, chosen = map(int, shape.split(':'))
     changed = dataclasses.replace(
@@ -103,7 +108,7 @@ class RoutingFlips(sweep.Trained):
     return found
 
 
-def cell_program(args: RoutingFlips, program: train.Program):
+def cell_program(args: RoutingFlips, program: training.Program):
   """(params, noise of each layer, prompts, starts, key) -> flips, margins, KL of every trainer."""
   config = program.config
   samples = dict(samples=config.samples)
@@ -111,12 +116,13 @@ def cell_program(args: RoutingFlips, program: train.Program):
   @jax.jit
   def cell(params, sizes, prompts, starts, key):
     def disturb(scores, layer, noise_keys):
-      return routing.hook(routing.Routing(jitter=1.0), sizes[layer])(scores, layer, noise_keys)
+      noise = routing.router_hook(routing.Routing(jitter=1.0), sizes[layer])
+      return noise(scores, layer, noise_keys)
 
     hooks = policy.Hooks(router=disturb)
     rollout = sweep.roll_out(program, params, prompts, starts, key, hooks=hooks)
     # A rollout holds its routes but not their weights.
-    _, engine = sampling.rescore(params, config.policy, rollout, key, hooks=hooks, **samples)
+    _, engine = scoring.rescore(params, config.policy, rollout, key, hooks=hooks, **samples)
     replayed = routing.replay(rollout.routes, engine.gates)
     valid = sharding.reshard(rollout.valid)
 
@@ -132,7 +138,7 @@ def cell_program(args: RoutingFlips, program: train.Program):
         'kl': measurements.distribution(d.kl, valid, thresholds=measurements.KL_LIMITS),
         'tail': measurements.tail(d.kl, valid),
         'log_ratio': jnp.abs(jnp.where(valid, d.log_ratio, 0)).sum() / valid.sum(),
-        'kept': trust_region.max_kl(d, valid, limit=args.limit).mean(),
+        'kept': masks.max_kl(limit=args.limit)(d, valid).mean(),
       }
       return seen, sharding.reshard((d.kl, aux.routes, aux.router_logits))
 

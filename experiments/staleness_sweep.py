@@ -29,9 +29,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from experiments import command, figures, report, sweep
-from trm_jax import policy, sharding, train, trust_region
-from trm_jax.mismatch import measurements
+from experiments.laboratory import sweep
+from experiments.reports import figures, report
+from trm_jax import masks, measurements, policy, training
+from trm_jax.mesh import sharding
+from trm_jax.training import command
 from trm_jax.types import InputError
 
 # Below this KL, nats, is the rounding of decode against the full pass.
@@ -53,8 +55,8 @@ class StalenessSweep(sweep.Trained):
   # Limits of TRM-max, nats, rising.
   limits: tuple[float, ...] = (0.01, 0.05, 0.2, 1.0)
   # Steps must reach back as far as the oldest weights.
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = dataclasses.replace(
-    sweep.CONFIG, steps=72, prompts=32, warm_start=train.WarmStart(steps=200, batch=64)
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = dataclasses.replace(
+    sweep.CONFIG, steps=72, prompts=32, warm_start=training.WarmStart(steps=200, batch=64)
   )
 
   def __post_init__(self):
@@ -74,7 +76,7 @@ class StalenessSweep(sweep.Trained):
       )
 
 
-def cell_program(args: StalenessSweep, program: train.Program):
+def cell_program(args: StalenessSweep, program: training.Program):
   """(params, old, prompts, starts, key) -> what rollouts of the old weights look like."""
   length = args.config.response_length or program.task.response_length
   edges = tuple(float(length * i // 4) for i in (1, 2, 3))
@@ -85,7 +87,7 @@ def cell_program(args: StalenessSweep, program: train.Program):
     d, policy_logp, _ = sweep.compare(args.config, params, rollout)
     reward = program.task.reward(rollout.prompts, rollout.start, rollout.tokens, rollout.valid)
     valid, reward = sharding.reshard((rollout.valid, reward))
-    keep = jnp.stack([trust_region.max_kl(d, valid, limit=limit) for limit in args.limits])
+    keep = jnp.stack([masks.max_kl(limit=limit)(d, valid) for limit in args.limits])
     lengths = valid.sum(-1)
     # The longest quarter of the rows, ties in the order of the batch.
     long = jnp.argsort(jnp.argsort(lengths)) >= lengths.size * 3 // 4

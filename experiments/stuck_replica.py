@@ -19,18 +19,20 @@ from typing import Annotated
 
 import tyro
 
-from experiments import arms, command, figures, report
-from trm_jax import train
-from trm_jax.method import Method
+from experiments.laboratory import arms
+from experiments.reports import figures, report
+from trm_jax import training
 from trm_jax.mismatch import fleet, staleness
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 
 ARMS = (
-  arms.Arm(name='no mismatch', method=Method(anchor='recomputed'), strength=0.0),
-  arms.Arm(name='mismatch ignored', method=Method(anchor='recomputed')),
-  arms.Arm(name='PPO-clip', method=Method(surrogate='clip')),
-  arms.Arm(name='TIS', method=Method(anchor='recomputed', weight='tis')),
-  arms.Arm(name='TRM-max', method=Method(max_kl=0.2)),
-  arms.Arm(name='random mask', method=Method(max_kl=0.2, random_mask=True)),
+  arms.Arm(name='no mismatch', method=MethodWords(anchor='recomputed'), strength=0.0),
+  arms.Arm(name='mismatch ignored', method=MethodWords(anchor='recomputed')),
+  arms.Arm(name='PPO-clip', method=MethodWords(surrogate='clip')),
+  arms.Arm(name='TIS', method=MethodWords(anchor='recomputed', weight='tis')),
+  arms.Arm(name='TRM-max', method=MethodWords(max_kl=0.2)),
+  arms.Arm(name='random mask', method=MethodWords(max_kl=0.2, random_mask=True)),
 )
 TRM = 'TRM-max'
 STUCK = fleet.Fleet(
@@ -58,12 +60,12 @@ class StuckReplica:
   workers: int | None = None
   # Copy summary, table and figure to experiments/results/stuck_replica.
   publish: bool = False
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config(
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config(
     steps=200, fleet=STUCK, eval_every=10, save_every=50
   )
 
 
-def summarise(metrics: report.Metrics, config: train.Config) -> dict:
+def summarise(metrics: report.Metrics, config: training.Config) -> dict:
   """All numbers of the table, the figure and the verdict."""
   seeds = sorted({seed for _, seed in metrics})
   share = 1 - config.fleet.broken_samples / config.samples

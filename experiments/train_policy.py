@@ -20,19 +20,13 @@ from typing import Annotated
 import jax
 import tyro
 
-from experiments import command, figures, report
-from trm_jax import (
-  config_json,
-  loop,
-  policy,
-  processes,
-  sharding,
-  stores,
-  tasks,
-  timing,
-  train,
-  weights,
-)
+from experiments.reports import figures, report
+from trm_jax import checkpoints, policy, tasks, training
+from trm_jax.checkpoints import config_json
+from trm_jax.mesh import sharding
+from trm_jax.rollouts import stores
+from trm_jax.runs import processes
+from trm_jax.training import command, loop, timing
 from trm_jax.types import InputError
 
 
@@ -53,7 +47,7 @@ class TrainPolicy:
   directory: pathlib.Path
   # Continue the run in the directory from its last checkpoint.
   resume: bool = False
-  # Start from published weights: the folder of a checkpoint (trm_jax.weights), which brings the
+  # Start from published weights: the folder of a checkpoint (trm_jax.checkpoints), which brings the
   # architecture of the policy (not how it is computed: --policy.dtype, --policy.remat,
   # --policy.expert-compute); there is no warm start then.
   weights: pathlib.Path | None = None
@@ -63,11 +57,11 @@ class TrainPolicy:
   time_parts: bool = False
   # Folder that keeps compiled programs, so that the next start finds them there.
   compilation_cache: pathlib.Path | None = None
-  config: Annotated[train.Config, tyro.conf.arg(name='')] = train.Config()
+  config: Annotated[training.Config, tyro.conf.arg(name='')] = training.Config()
   hosts: Annotated[processes.Hosts, tyro.conf.arg(name='')] = processes.Hosts()
 
 
-def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
+def _described(config: training.Config, folder: pathlib.Path) -> training.Config:
   """The configuration with a checkpoint's architecture and without a warm start."""
   how = {name: getattr(config.policy, name) for name in ('dtype', 'remat', 'expert_compute')}
   if config.policy != dataclasses.replace(policy.PolicyConfig(), **how):
@@ -89,13 +83,13 @@ def _described(config: train.Config, folder: pathlib.Path) -> train.Config:
 def main(args: TrainPolicy) -> None:
   """Warm start, RL, figure."""
   profile = timing.steps(args.profile) if args.profile is not None else None
-  timing.check(profile, args.config.steps)
+  timing.check_steps(profile, args.config.steps)
   if args.compilation_cache is not None:
     command.cache(args.compilation_cache)
   about = dataclasses.asdict(dataclasses.replace(args, hosts=processes.Hosts()))
   processes.join(args.hosts, about, devices=math.prod(sharding.parse_mesh(args.config.mesh)))
   config = args.config if args.weights is None else _described(args.config, args.weights)
-  program = train.build(config)
+  program = training.build(config)
   slots = config.response_length or program.task.response_length
   stored = stores.describe(
     config.store,
@@ -113,7 +107,7 @@ def main(args: TrainPolicy) -> None:
     params = loop.warm_start(program, directory / 'warm_start')
   else:
     with jax.set_mesh(program.mesh):
-      params = weights.load(args.weights)[1]
+      params = checkpoints.load(args.weights)[1]
   metrics = loop.run(
     program,
     directory / 'rl',

@@ -11,9 +11,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import ablate_mismatch, ablation_report, command, small_world, sweep
-from trm_jax import enumeration, loop, oracle, policy, recording, train
-from trm_jax.mismatch import attribution, decoding, fleet, heavy_tail, routing, staleness
+from experiments import ablate_mismatch
+from experiments.laboratory import small_world, sweep
+from experiments.reports import ablation_report
+from trm_jax import policy, training
+from trm_jax.exact import enumeration, oracle
+from trm_jax.measurements import attribution
+from trm_jax.mismatch import decoding, fleet, heavy_tail, routing, staleness
+from trm_jax.runs import recording
+from trm_jax.training import command, loop
 from trm_jax.types import InputError
 
 Args = ablate_mismatch.AblateMismatch
@@ -23,7 +29,7 @@ TINY = policy.PolicyConfig(
 
 
 BROKEN = fleet.Fleet(broken_samples=1)
-MORE = train.Config(steps=4)
+MORE = training.Config(steps=4)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_the_command_line_refuses_before_any_compute(monkeypatch, capsys, tmp_pa
 
 
 def test_a_dense_policy_can_do_without_routing():
-  dense = train.Config(steps=8, policy=dataclasses.replace(TINY, experts=0))
+  dense = training.Config(steps=8, policy=dataclasses.replace(TINY, experts=0))
   args = Args(sources=('precision', 'staleness'), config=dense)
   assert args.served.routing == routing.Routing() and len(args.design) == 4
   assert args.age == 8
@@ -101,6 +107,7 @@ def trained():
   return pair
 
 
+@pytest.mark.slow
 def test_the_small_engine_is_the_policy_where_all_is_off_and_noisy_where_it_is_on():
   pair, key = trained(), jax.random.key(3)
   assert (SMALL.layers, SMALL.experts, SMALL.width) == (1, 2, 16)
@@ -126,6 +133,7 @@ def test_the_small_engine_is_the_policy_where_all_is_off_and_noisy_where_it_is_o
   np.testing.assert_allclose(own[1, jnp.array(places)], scores[0, 1:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_climbs_and_the_truth_agrees_with_the_oracle():
   pair, key = trained(), jax.random.key(0)
   judge = small_world.judge(SMALL, ALL)
@@ -145,13 +153,13 @@ def test_training_climbs_and_the_truth_agrees_with_the_oracle():
 
 # A whole run, interrupted.
 
-CONFIG = train.Config(
+CONFIG = training.Config(
   task='toy_task',
   steps=1,
   prompts=2,
   samples=2,
   policy=TINY,
-  warm_start=train.WarmStart(steps=1, batch=4),
+  warm_start=training.WarmStart(steps=1, batch=4),
 )
 ENGINE = fleet.Engine(
   staleness=staleness.Staleness(steps=1), heavy_tail=heavy_tail.HeavyTail(scale=2.0)
@@ -189,6 +197,7 @@ def files(args):
   return {p.name: p.stat().st_mtime_ns for p in cells.glob('seed*.json')}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_no_finished_cell(monkeypatch, tmp_path):
   """Stops after three cells; the second start measures the other five and reads the three."""
   measured, shown = [], []

@@ -7,9 +7,9 @@ import task_checks
 from hypothesis import strategies as st
 
 from trm_jax import types
-from trm_jax.tasks import addition, addition_scratchpad
+from trm_jax.tasks import addition
 
-TASKS = {False: addition.TASK, True: addition_scratchpad.TASK}
+TASKS = {False: addition.TASK, True: addition.SCRATCHPAD}
 both = pytest.mark.parametrize('scratchpad', [False, True])
 PROMPT, ONE, OTHER = [9, 4, 7, 10, 5, 5, 0, 11], [9, 4, 7], [5, 5, 0]
 
@@ -40,6 +40,7 @@ def test_the_pupil_is_right():
   assert TASKS[True].text(answer([8, 4], [5, 7], True)) == '85034712=321'
 
 
+@pytest.mark.slow
 def test_data_set(tmp_path):
   rows, digest = task_checks.data_set(addition.TASK, tmp_path)
   assert (rows[:, 3] == 10).all() and (rows[:, 7] == 11).all()
@@ -58,6 +59,7 @@ def test_sizes():
     addition.make(2)
 
 
+@pytest.mark.slow
 @both
 @hypothesis.given(data=st.data(), seed=st.integers(0, 2**31))
 def test_reward_is_the_pupil(scratchpad, data, seed):
@@ -72,12 +74,14 @@ def test_one_fault_is_enough(scratchpad):
   task_checks.one_fault_is_enough(TASKS[scratchpad], PROMPT, right)
 
 
+@pytest.mark.slow
 @both
 def test_demonstrator_is_of_two_minds(scratchpad):
   right, other = (answer(ONE, OTHER, scratchpad, carry) for carry in (0, 1))
   task_checks.demonstrator_is_of_two_minds(TASKS[scratchpad], PROMPT, right, other, noisy=10)
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
   random = np.random.RandomState(0)
   pairs = [random.randint(0, 10, (2, 2 + i % 2)).tolist() for i in range(task_checks.ROWS)]

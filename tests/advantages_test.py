@@ -1,4 +1,4 @@
-"""trm_jax.advantages: baselines by pool, centred and scaled."""
+"""trm_jax.objectives.advantages: baselines by pool, centred and scaled."""
 
 import functools
 
@@ -10,9 +10,8 @@ import jaxtyping
 import numpy as np
 import oracles
 import pytest
-from jax import P
 
-from trm_jax import advantages, sharding
+from trm_jax.objectives import advantages
 from trm_jax.types import InputError
 
 POOLS = ['all', 'accepted', 'loo', 'loo_accepted']
@@ -200,26 +199,46 @@ def test_no_gradient_jit_vmap_and_strict_promotion(fn, pool):
   assert run(rewards.astype(jnp.bfloat16), keep).dtype == jnp.float32
 
 
-@BATTERY
-@pytest.mark.parametrize('mesh', [(4, 2), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)])
-def test_rows_split_over_a_mesh(fn, mesh):
-  rewards, keep = case(groups=8)
-  run = functools.partial(fn, group_size=G, pool='loo_accepted')
-  want = run(rewards, keep)
-  with jax.set_mesh(sharding.make_mesh(*mesh)):
-    rows = jax.device_put((rewards, keep), P('data'))
-    np.testing.assert_allclose(jax.jit(run)(*rows), want, rtol=1e-5, atol=1e-6)
-    split = jax.shard_map(run, in_specs=P('data'), out_specs=P('data'), check_vma=True)
-    np.testing.assert_allclose(jax.jit(split)(*rows), want, rtol=1e-5, atol=1e-6)
-
-
-def test_groups_over_pmap():
-  rewards, keep = case(groups=8)
-  run = functools.partial(advantages.centred, group_size=G, pool='accepted')
-  got = jax.pmap(run, axis_name='data')(rewards.reshape(8, G), keep.reshape(8, G))
-  np.testing.assert_allclose(got.reshape(-1), run(rewards, keep), rtol=1e-5, atol=1e-6)
-
-
-def test_unknown_pool_is_an_error():
+def test_unknown_pool_is_an_error(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
   with pytest.raises(InputError, match="pool='al'"):
-    advantages._pool_statistics(jnp.zeros(4), jnp.ones(4, bool), 2, 'al')
+    advantages.centred(jnp.zeros(4), jnp.ones(4, bool), group_size=2, pool='al')
+
+
+def test_a_padding_row_is_in_no_group():
+  rewards, exists = jnp.array([1.0, 1, 1, 0]), jnp.array([True, True, True, False])
+  keep = jnp.ones(4, bool)
+  for fn in EVERY:
+    got = fn(rewards, keep, group_size=4, exists=exists)
+    np.testing.assert_array_equal(got, 0)
+  # Without it the padding row's reward of 0 would be a sample's.
+  assert (advantages.centred(rewards, keep, group_size=4) != 0).all()
+
+
+@BATTERY
+@BY_POOL
+@hypothesis.given(seed=SEEDS)
+def test_groups_by_id_in_any_order_are_adjoining_groups(fn, pool, seed):
+  rewards, keep = case(seed)
+  want = fn(rewards, keep, group_size=G, pool=pool)
+  ids = jnp.repeat(jnp.array([7, 0, -3, 100, 41, 12]), G)
+  order = jax.random.permutation(jax.random.key(seed), rewards.size)
+  got = fn(rewards[order], keep[order], groups=ids[order], pool=pool)
+  np.testing.assert_allclose(got, want[order], rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_other_sizes_by_hand():
+  # Prompts A, B, A, A and C: A has rewards 1, 0, 2, the others are alone.
+  rewards, ids = jnp.array([1.0, 5, 0, 2, 9]), jnp.array([3, 8, 3, 3, 0])
+  got = advantages.centred(rewards, jnp.ones(5, bool), groups=ids)
+  np.testing.assert_allclose(got, [0, 0, -1, 1, 0], atol=1e-7)
+
+
+def test_ids_and_adjacency_are_not_mixed(monkeypatch):
+  monkeypatch.setattr(jaxtyping.config, 'jaxtyping_disable', True)  # as users have it
+  rewards, keep = case()
+  for given in (dict(), dict(group_size=2, groups=jnp.zeros(rewards.size, int))):
+    with pytest.raises(InputError, match='give either the number of adjoining samples'):
+      advantages.centred(rewards, keep, **given)
+  with pytest.raises(InputError, match='groups has shape'):
+    advantages.centred(rewards, keep, groups=jnp.zeros(3, int))

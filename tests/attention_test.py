@@ -1,4 +1,4 @@
-"""trm_jax.attention against the definition in float64, and the memory it promises."""
+"""trm_jax.policy.attention against the definition in float64, and the memory it promises."""
 
 import functools
 import re
@@ -11,7 +11,8 @@ import policy_oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import attention, sharding
+from trm_jax.mesh import sharding
+from trm_jax.policy import attention
 
 START = np.array([0, 3, 0, 7, 12, 1, 5, 2], np.int32)
 LENGTH = 13  # no multiple of any block below
@@ -47,6 +48,7 @@ def check(name, qkv, slots):
   return sees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kv_heads', [4, 2, 1])
 @pytest.mark.parametrize('name', KERNELS)
 def test_values_equal_the_definition(name, kv_heads):
@@ -54,6 +56,7 @@ def test_values_equal_the_definition(name, kv_heads):
   assert not sees.all()  # queries before their row's start were among them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['plain', 'block 5'])
 def test_decoding_slots(name):
   check(name, inputs(queries=1), [7])
@@ -78,6 +81,7 @@ def gradients(name):
   return jax.jit(jax.grad(loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['plain', 'block 5'])
 def test_gradients_equal_differences_of_the_definition(name):
   qkv, slots = inputs(), np.arange(LENGTH)
@@ -107,6 +111,7 @@ def test_gradients_are_finite_and_agree_and_skip_padding(name):
     np.testing.assert_array_equal(np.where(sees, 0, g), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['plain', 'block 5'])
 def test_the_result_has_the_dtype_of_the_query(name):
   q, k, v = (jnp.asarray(x) for x in inputs())
@@ -136,6 +141,7 @@ def splash_loss(kernel):
   return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.slow
 def test_the_kernel_for_whole_rows_equals_the_definition():
   kernel = functools.partial(attention.splash, interpret=True)
   qkv, slots, start, weight = splash_case()
@@ -161,6 +167,7 @@ def test_the_kernel_is_the_same_on_a_mesh():
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_the_kernel_cannot_do_goes_blockwise():
   slots = np.arange(LENGTH, dtype=np.int32)
   call = functools.partial(attention.splash, interpret=True)  # the kernel itself would refuse
@@ -237,6 +244,7 @@ def square(shapes, length):
   return [s for s in shapes if sum(size >= length for size in s) >= 2]
 
 
+@pytest.mark.slow
 def test_blockwise_holds_no_square_array():
   length = 512
   fn, args = value_and_gradient(attention.blockwise, length, 64)
@@ -271,8 +279,8 @@ def weighed(name):
   return fn, args, fn(*args)
 
 
-@pytest.mark.parametrize('mesh', [(8, 1), (4, 2)])
-@pytest.mark.parametrize('name', ['plain', 'block 5'])
+@pytest.mark.parametrize('mesh', [(8, 1), pytest.param((4, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', ['plain', pytest.param('block 5', marks=pytest.mark.slow)])
 def test_sharded_equals_unsharded(name, mesh):
   fn, (qkv, weight, start), ((_, want), want_grads) = weighed(name)
   with jax.set_mesh(sharding.make_mesh(*mesh)):

@@ -8,7 +8,7 @@ import hypothesis.strategies as hs
 import numpy as np
 import pytest
 
-from trm_jax.mismatch import attribution
+from trm_jax.measurements import attribution
 from trm_jax.types import InputError
 
 

@@ -119,6 +119,7 @@ def with_a_large_temporary(case):
   return [measure.Form('small', None), measure.Form('large', prepare)]
 
 
+@pytest.mark.slow
 def test_high_water_of_a_fresh_process():
   case = measure.Case(positions=3, vocabulary=2)
   ballast = np.ones(4 * BIG, np.int8)  # the child must not inherit what this process has seen
@@ -130,6 +131,7 @@ def test_high_water_of_a_fresh_process():
     assert 0.95 * BIG < found < 1.5 * BIG
 
 
+@pytest.mark.slow
 def test_divergence_forms_agree():
   case = measure.Case(positions=5, vocabulary=50)
   inputs = divergences.inputs(case)
@@ -164,6 +166,7 @@ def test_floors_touch_every_row():
     np.testing.assert_allclose(total, np.exp(x).sum(-1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mask_drops_tokens_beyond_the_limit(monkeypatch):
   case = linear_head.Case(positions=5, vocabulary=50, width=8)
   inputs = linear_head.inputs(case)
@@ -178,6 +181,7 @@ def test_the_mask_drops_tokens_beyond_the_limit(monkeypatch):
   assert not np.asarray(to_hidden).any()
 
 
+@pytest.mark.slow
 def test_divergences_end_to_end(tmp_path, capsys):
   file = tmp_path / 'figures.json'
   divergences.main(measure.Command(save=file, **TOY))
@@ -193,6 +197,7 @@ def test_divergences_end_to_end(tmp_path, capsys):
   assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+@pytest.mark.slow
 def test_linear_head_end_to_end(tmp_path, capsys):
   file = tmp_path / 'figures.json'
   linear_head.main(linear_head.Command(save=file, markdown=True, width=8, **TOY))

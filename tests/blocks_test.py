@@ -1,4 +1,4 @@
-"""trm_jax.blocks: rows at a time; types of arrays that differ between devices."""
+"""`blocks`: rows at a time; types of arrays that differ between devices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import P
 
-from trm_jax import blocks, sharding
+from trm_jax.divergences.passes import blocks
+from trm_jax.mesh import sharding
 
 
 @pytest.mark.parametrize('rows', [1, 3, 4, 7, 8, 100])

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from experiments import bound_tightness as tight
-from experiments import command, tightness_report
-from trm_jax import enumeration as en
-from trm_jax import oracle
+from experiments.laboratory import random_worlds
+from experiments.reports import tightness_report
+from trm_jax.exact import enumeration as en
+from trm_jax.exact import oracle
+from trm_jax.training import command
 
 SHAPES = ((2, 2, 2, 0), (1, 2, 3, None))
 FEW = tight.BoundTightness(worlds=5, policies=1, steps=8)
@@ -34,7 +36,7 @@ def exact(request):
 @pytest.fixture(scope='module')
 def random():
   with en.float64():
-    return tight.random_worlds(FEW, SHAPES, chunk=3)
+    return random_worlds.random_worlds(FEW, SHAPES, chunk=3)
 
 
 def small(monkeypatch):
@@ -44,7 +46,9 @@ def small(monkeypatch):
   monkeypatch.setattr(tight, 'HORIZON', 3)
 
 
-@pytest.mark.parametrize('base', [0.5, 0.2])
+@pytest.mark.parametrize(
+  'base', [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.2, marks=pytest.mark.slow)]
+)
 def test_binary_worst_case_by_brute_force(base):
   """Every response of T tokens, every reward: 2^T sums that the binomial shortcut must match."""
   T, kl = 5, 0.3
@@ -72,6 +76,7 @@ def test_binary_worst_case_by_brute_force(base):
   assert found['worst'] < found['budget'] and found['worst'] < found['b_star']
 
 
+@pytest.mark.slow
 def test_known_values():
   """B*/2 is 88 times the exact worst case at T = 4096, the L2 bound 1.47 times; 15.5 at 128."""
   r = tight.binary(4096, 0.01)
@@ -84,6 +89,7 @@ def test_known_values():
   assert tight.binary(16384, 0.01)['worst'] == pytest.approx(limit, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_rates():
   found = tight.binary_tokens(lengths=(64, 256, 1024), divergences=(0.01,))
   token, whole = found['exponents_fixed_token'], found['exponents_fixed_sequence']
@@ -93,10 +99,11 @@ def test_rates():
   assert whole['b_star'] == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_worst_reward_is_the_worst_of_all_of_them():
   rng = np.random.default_rng(1)
-  batch = tight.draw(rng, (1, 2, 2, None), 3)
-  found = jax.jit(jax.vmap(tight.measure))(batch)
+  batch = random_worlds.draw(rng, (1, 2, 2, None), 3)
+  found = jax.jit(jax.vmap(random_worlds.measure))(batch)
   every = np.array(list(itertools.product((0.0, 1.0), repeat=4)))[:, None]
   for n in range(3):
     world = jax.tree.map(lambda x, n=n: x[n], batch)
@@ -106,12 +113,13 @@ def test_worst_reward_is_the_worst_of_all_of_them():
     )
 
 
+@pytest.mark.slow
 def test_sampled_bounds_by_rows():
   """Expectations over responses, one by one."""
-  batch = tight.draw(np.random.default_rng(2), (2, 2, 3, 0), 8)
+  batch = random_worlds.draw(np.random.default_rng(2), (2, 2, 3, 0), 8)
   far = int(jax.vmap(oracle.divergences)(batch).sequence_kl.argmax())
   world = jax.tree.map(lambda x: x[far], batch)
-  got = jax.jit(tight.sampled)(world, world.reward)
+  got = jax.jit(random_worlds.sampled)(world, world.reward)
   rows = en.rows(world)
   mass = np.asarray(rows.rollout_mass)
   rho, tv, kl = (np.asarray(getattr(rows.divergences, k)) for k in ('log_ratio', 'tv', 'kl'))
@@ -133,6 +141,7 @@ def test_sampled_bounds_by_rows():
   np.testing.assert_allclose(got['l2_sd_of_reward'], sd * math.sqrt(moment), rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_no_bound_is_violated(random):
   assert random['violations'] == {} and random['worlds'] == 10
   assert random['checks'] == 2 * 10 * len(random['largest_share']) > 500
@@ -147,11 +156,12 @@ def test_no_bound_is_violated(random):
 def test_a_wrong_bound_is_counted():
   out = {'checks': 0, 'violations': {}}
   errors = np.array([0.0, 1.0, 2.0])
-  tight.tally(out, 'right', errors, errors)
-  tight.tally(out, 'wrong', errors, np.array([0.0, 1.0, 1.9]))
+  random_worlds.tally(out, 'right', errors, errors)
+  random_worlds.tally(out, 'wrong', errors, np.array([0.0, 1.0, 1.9]))
   assert out == {'checks': 6, 'violations': {'wrong': 1}}
 
 
+@pytest.mark.slow
 def test_a_trained_policy(monkeypatch):
   small(monkeypatch)
   engines = {k: tight.ENGINES[k] for k in ('none', 'bf16 weights', 'stale by 8 steps')}
@@ -195,10 +205,11 @@ def run(monkeypatch, *arguments):
   command.run(tight.BoundTightness, tight.main)
 
 
+@pytest.mark.slow
 def test_the_whole_experiment_small(monkeypatch, tmp_path, capsys):
   published = json.loads((tight.RESULTS / 'summary.json').read_text())
   monkeypatch.setattr(tight, 'trained_policies', lambda args: published['policy'])
-  monkeypatch.setattr(tight.random_worlds, '__defaults__', (SHAPES[:1], 3))
+  monkeypatch.setattr(random_worlds.random_worlds, '__defaults__', (SHAPES[:1], 3))
   monkeypatch.setattr(tight.binary_tokens, '__defaults__', ((16, 64), (0.01,)))
   run(monkeypatch, *f'--directory {tmp_path} --worlds 3'.split())
   assert 'Violations: 0 of' in capsys.readouterr().out

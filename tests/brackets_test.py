@@ -1,6 +1,5 @@
-"""trm_jax.brackets: bounds from a top-K record, against brute force over all fitting rollouts."""
+"""`brackets`: bounds from a top-K record, against brute force over all fitting rollouts."""
 
-import functools
 import itertools
 
 import hypothesis
@@ -10,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from jax import P
 
-from trm_jax import brackets, sharding
+from trm_jax.divergences import brackets
 from trm_jax.types import InputError
 
-MESHES = [(4, 2), (1, 8), (8, 1)]
 SHAPE = (8, 3, 16)
 INF = np.inf
 
@@ -126,6 +123,7 @@ def test_extremes_of_brute_force(k, scale, shift):
     holds(got, high)
 
 
+@pytest.mark.slow
 def test_hand_computed():
   # Record .5 .3 | tail .2, at most .3 each. Least: 2/3 of the policy's .2 and .1; most: all on .1.
   found = bounds(logs(0.4, 0.3, 0.2, 0.1), top_k(logs(0.5, 0.3, 0.12, 0.08), 2))
@@ -133,6 +131,7 @@ def test_hand_computed():
   close(found[1], (0.1, 0.2))
 
 
+@pytest.mark.slow
 def test_hand_computed_under_the_cap():
   # Record .4 .2 | tail .4, at most .2 each. Least: .2 where the policy has .5, and twice its .06,
   # .04 on the others; most: .2 on each of the two small ones.
@@ -166,7 +165,14 @@ def test_no_rollout_with_the_record_is_outside(seed, k, scale, shift):
         holds(jax.tree.map(lambda b, i=i: b[i], tv), truth[1])
 
 
-@pytest.mark.parametrize('k', [64, 512, 4096])
+@pytest.mark.parametrize(
+  'k',
+  [
+    pytest.param(64, marks=pytest.mark.slow),
+    pytest.param(512, marks=pytest.mark.slow),
+    pytest.param(4096, marks=pytest.mark.slow),
+  ],
+)
 def test_large_flat_vocabulary(k):
   for shift in (0.0, 0.1, 3.0):
     policy, rollout = case(k, (2, 32768), 3.0, shift)
@@ -197,6 +203,7 @@ def truncated(rollout, kind):
   return jnp.where(p >= floor, rollout, -INF)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['top-k', 'top-p'])
 def test_a_record_of_the_whole_support_is_exact(kind):
   policy, rollout = case(4)
@@ -216,6 +223,7 @@ def test_a_record_of_the_whole_support_is_exact(kind):
     np.testing.assert_array_equal(bounds(policy, filled)[0].lower, kl.lower)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('k', [16, 1])
 def test_all_tokens_stored(k):
   policy, rollout = case(5, (8, 3, k))
@@ -230,6 +238,7 @@ def test_all_tokens_stored(k):
     np.testing.assert_array_equal(got.lower, got.upper)
 
 
+@pytest.mark.slow
 def test_tiny_divergence():
   policy, rollout = case(6, (8, 512), 1.0, 1e-3)
   truth = oracles.kl(policy, rollout)
@@ -240,13 +249,15 @@ def test_tiny_divergence():
   assert (lower > 0.95 * truth).all()
 
 
-@pytest.mark.parametrize('k', [1, 4, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize('k', [1, pytest.param(4, marks=pytest.mark.slow), 16])
 def test_identical_policies_have_lower_bound_zero(k):
   _, rollout = case(7)
   for found in holds_both(rollout, rollout, k):
     np.testing.assert_array_equal(found.lower, 0)
 
 
+@pytest.mark.slow
 def test_flat_rollout_leaves_no_room():
   # Every unstored token must be at the cap: one rollout fits, up to rounding.
   policy, rollout = case(8)
@@ -259,6 +270,7 @@ def test_flat_rollout_leaves_no_room():
     close(found, (want, want), 5e-5)
 
 
+@pytest.mark.slow
 def test_policy_without_a_stored_token():
   policy, rollout = case(9)
   policy = policy.at[..., 3].set(-INF)
@@ -267,12 +279,12 @@ def test_policy_without_a_stored_token():
   np.testing.assert_array_equal(kl.lower, INF)
   np.testing.assert_array_equal(kl.upper, INF)
   assert (tv.upper <= 1).all() and (tv.lower > 0.5).all()
-  np.testing.assert_array_equal(brackets.decide(kl, limit=1e9), brackets.REJECT)
   # Also where the stored probability underflows float32.
   found = bounds(logs(1, 0, 0, 0), top_k(jnp.array([0.0, -200.0, -INF, -INF]), 2))
   assert found[0].lower == INF and found[1].upper == 0
 
 
+@pytest.mark.slow
 def test_policy_without_an_unstored_token():
   # Tail .2 with cap .3: one token without the policy's mass may hold it all, or none of it.
   kl, tv = bounds(logs(0.4, 0.3, 0.3, 0), top_k(logs(0.5, 0.3, 0.12, 0.08), 2))
@@ -306,6 +318,7 @@ def test_tail_keeps_its_digits():
   np.testing.assert_array_equal(top_k(rollout, 4).tail, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('scale', [0.3, 3.0, 30.0, 300.0])
 def test_sound_at_any_scale_and_offset(scale):
   for shift in (0.0, 1e-4, 0.1, 10.0):
@@ -314,6 +327,7 @@ def test_sound_at_any_scale_and_offset(scale):
       holds_both(policy + 1e3, rollout - 1e3, k, temperature=0.7)
 
 
+@pytest.mark.slow
 def test_bfloat16_scores():
   kl, tv = holds_both(*(x.astype(jnp.bfloat16) for x in case(1)), 4)
   assert kl.lower.dtype == tv.upper.dtype == jnp.float32
@@ -347,9 +361,9 @@ def test_a_record_that_is_no_distribution(broken):
   assert jnp.isfinite(bounds(policy, brackets.TopK(**record))[0].upper)
   for found in bounds(policy, brackets.TopK(**record | broken)):
     assert jnp.isnan(found.lower) and jnp.isnan(found.upper)
-    assert brackets.decide(found, limit=1e9) == brackets.REJECT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('bad', [jnp.nan, INF])
 @pytest.mark.parametrize('k', [2, 4])
 def test_policy_that_is_no_distribution(bad, k):
@@ -358,38 +372,76 @@ def test_policy_that_is_no_distribution(bad, k):
     assert jnp.isnan(found.lower) and jnp.isnan(found.upper)
 
 
-def test_decisions_per_token():
-  lower = jnp.array([0.0, 0.0, 0.0, 0.3, INF, jnp.nan, 0.0, 0.2])
-  upper = jnp.array([0.1, 0.2, 0.3, 0.4, INF, jnp.nan, jnp.nan, INF])
-  found = brackets.decide(brackets.Bracket(lower, upper), limit=0.2)
-  assert found.dtype == jnp.int8
-  np.testing.assert_array_equal(found, [1, 1, 0, -1, -1, -1, -1, 0])
-  # An infinite value is outside any trust region.
-  found = brackets.decide(brackets.Bracket(lower, upper), limit=INF)
-  np.testing.assert_array_equal(found, [1, 1, 1, 1, -1, -1, -1, 0])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'shape', [(64, 64), pytest.param((8, 4096), marks=pytest.mark.slow)], ids=str
+)
+def test_broken_records_are_found_in_optimised_code(shape, optimised):
+  policy, rollout = case(3, (1, *shape))
+  record = brackets.top_k(rollout, 4)
+  run = jax.jit(brackets.bounds, compiler_options=optimised)
+  broken = [
+    brackets.TopK(record.ids, record.logp, record.tail * jnp.nan),
+    brackets.TopK(record.ids, record.logp.at[..., 2].set(jnp.nan), record.tail),
+  ]
+  cases = [(policy, r) for r in broken] + [(policy.at[..., 5].set(jnp.nan), record)]
+  for logits, top in cases:
+    for found in run(logits, top):
+      assert jnp.isnan(found.lower).all() and jnp.isnan(found.upper).all()
+    # As a user sums them up in one program.
+    total = jax.jit(
+      lambda *x: [x.sum() for b in brackets.bounds(*x) for x in (b.lower, b.upper)],
+      compiler_options=optimised,
+    )(logits, top)
+    assert np.isnan(total).all()
 
 
-def test_decisions_per_row():
-  lower = jnp.array([[0, 0, 9], [0, 0, jnp.nan], [0, 0.3, 9], [0, jnp.nan, 0], [9, 9, 9]], 'f4')
-  upper = jnp.array([[0.1, 0.2, 9], [0.1, 0.3, 9], [1, 1, 9], [0, jnp.nan, 0], [9, 9, 9]], 'f4')
-  valid = jnp.array([[True, True, False]] * 4 + [[False] * 3])
-  found = brackets.decide_rows(brackets.Bracket(lower, upper), valid, limit=0.2)
-  np.testing.assert_array_equal(found, [1, 0, -1, -1, 1])
-  assert found.dtype == jnp.int8
+@pytest.mark.slow
+@pytest.mark.parametrize('value', [jnp.nan, 0.0, INF])
+def test_padding_of_a_vocabulary_has_no_mass(value):
+  policy, rollout = case(4)
+  pad = lambda x, n: jnp.concatenate([x, jnp.full((*SHAPE[:2], n), value)], -1)
+  for k in (3, 16):
+    want = bounds(policy, top_k(rollout, k))
+    record = brackets.top_k(pad(rollout, 5), k, vocab_size=16)
+    jax.tree.map(np.testing.assert_array_equal, record, top_k(rollout, k))
+    got = brackets.bounds(pad(policy, 8), record, vocab_size=16)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
+    # Split over 8 devices, of which the last ones hold padding alone.
+    blocks = jnp.moveaxis(pad(policy, 8).reshape(*SHAPE[:2], 8, 3), 2, 0)
+    split = jax.vmap(
+      lambda b, t: brackets.bounds(b, t, vocab_size=16, axis_name='model'),
+      (0, None),
+      axis_name='model',
+    )(blocks, record)
+    for device in (0, 7):
+      first = jax.tree.map(lambda x: x[device], split)  # noqa: B023
+      jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), first, want)
+  # A stored id in the padding is no token.
+  wrong = brackets.TopK(record.ids.at[..., 0].set(17), record.logp, record.tail)
+  for found in brackets.bounds(pad(policy, 8), wrong, vocab_size=16):
+    assert jnp.isnan(found.upper).all()
+  with pytest.raises(InputError, match='k=9 must be 1 to 8'):
+    brackets.top_k(rollout, 9, vocab_size=8)
+  with pytest.raises(InputError, match='vocab_size=17 must be 1 to 16'):
+    brackets.bounds(policy, record, vocab_size=17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('k', [4, 14])
 def test_decisions_agree_with_the_truth(k):
   policy, rollout = case(11, SHAPE, 3.0, 0.5)
   valid = jnp.arange(3)[None] <= (jnp.arange(8) % 3)[:, None]
   truth = oracles.max_over_tokens(oracles.kl(policy, rollout), np.asarray(valid))
   kl, _ = bounds(policy, top_k(rollout, k))
+  # The largest valid token: inside by the upper bound, outside by the lower one.
+  low, high = (jnp.where(valid, x, 0).max(-1) for x in (kl.lower, kl.upper))
   decided = 0
   for limit in np.quantile(truth, [0.02, 0.2, 0.5, 0.8, 0.98]):
-    found = brackets.decide_rows(kl, valid, limit=float(limit))
-    assert (truth[found == brackets.ACCEPT] <= limit).all()
-    assert (truth[found == brackets.REJECT] > limit).all()
-    decided += int((found != brackets.UNDECIDED).sum())
+    inside, outside = high <= limit, low > limit
+    assert (truth[inside] <= limit).all()
+    assert (truth[outside] > limit).all()
+    decided += int((inside | outside).sum())
   assert decided > 8
 
 
@@ -410,6 +462,7 @@ def same(got, want):
     np.testing.assert_allclose(g, w, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_vmap_and_no_gradient():
   policy, record = edge_cases(12)
   same(jax.jit(jax.vmap(everything))(policy, record), bounds(policy, record, temperature=0.7))
@@ -417,49 +470,13 @@ def test_vmap_and_no_gradient():
   np.testing.assert_array_equal(jax.grad(loss)(policy), 0)
 
 
-def test_no_implicit_promotion():
-  policy, record = edge_cases(13)
-  with jax.numpy_dtype_promotion('strict'):
-    kl, _ = jax.jit(everything)(policy, record)
-    top_k(policy, 3, temperature=0.7)
-    brackets.decide_rows(kl, jnp.ones(SHAPE[:2], bool), limit=0.2)
-
-
-@pytest.mark.parametrize('mesh', MESHES)
-def test_split_over_a_mesh(mesh):
-  policy, record = edge_cases(14)
-  want = bounds(policy, record, temperature=0.7)
-  with jax.set_mesh(sharding.make_mesh(*mesh)):
-    run = jax.shard_map(
-      functools.partial(everything, axis_name='model'),
-      in_specs=(P('data', None, 'model'), P('data')),
-      out_specs=P('data'),
-      check_vma=True,
-    )
-    got = jax.jit(run)(
-      jax.device_put(policy, P('data', None, 'model')), jax.device_put(record, P('data'))
-    )
-  same(got, want)
-
-
-@pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
-def test_split_over_a_named_axis(mapped):
-  policy, record = edge_cases(14)
-  want = bounds(policy, record, temperature=0.7)
-  blocks = jnp.moveaxis(policy.reshape(*SHAPE[:2], 8, 2), 2, 0)
-  split = functools.partial(everything, axis_name='model')
-  got = mapped(split, axis_name='model', in_axes=(0, None))(blocks, record)
-  for device in range(8):
-    same(jax.tree.map(lambda x, d=device: x[d], got), want)
-
-
+@pytest.mark.slow
 def test_bad_input():
   policy, rollout = case(16, (3, 8))
   record = top_k(rollout, 2)
   changed = lambda **kw: brackets.TopK(
     **dict(ids=record.ids, logp=record.logp, tail=record.tail) | kw
   )
-  found = bounds(policy, record)[0]
   for match, call in {
     r'k=0 must be 1 to 8': lambda: brackets.top_k(rollout, 0),
     r'k=9 must be 1 to 8': lambda: brackets.top_k(rollout, 9),
@@ -474,8 +491,6 @@ def test_bad_input():
     r'has dtype bfloat16': lambda: bounds(policy, changed(logp=record.logp.astype(jnp.bfloat16))),
     r'tail=-0.5 must lie in': lambda: brackets.bounds(policy, changed(tail=jnp.full(3, -0.5))),
     r'tail=1.5 must lie in': lambda: brackets.bounds(policy, changed(tail=jnp.full(3, 1.5))),
-    r'limit=0 must': lambda: brackets.decide(found, limit=0),
-    r'limit=nan must': lambda: brackets.decide(found, limit=jnp.nan),
   }.items():
     with pytest.raises(InputError, match=match):
       call()

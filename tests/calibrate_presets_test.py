@@ -54,6 +54,7 @@ def test_the_fit_inverts_the_closed_form():
   assert cp.fit(preset, points=8, draws=100) == pytest.approx(0.7, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_reproduces_the_closed_form_and_judges_itself(tmp_path):
   names = ('fp16', 'moe_vllm_bf16')
   args = cp.CalibratePresets(directory=tmp_path / 'run', names=names, vocabulary=1024, contexts=512)

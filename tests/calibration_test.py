@@ -1,4 +1,4 @@
-"""trm_jax.calibration: limits from noise-floor rows accept the target share of fresh ones."""
+"""trm_jax.masks.calibration: limits from noise-floor rows accept the target share of fresh ones."""
 
 import functools
 import math
@@ -10,8 +10,8 @@ import oracles
 import pytest
 import scipy.stats
 
-from trm_jax import calibration
-from trm_jax import trust_region as tr
+from trm_jax import masks
+from trm_jax.masks import calibration
 from trm_jax.types import Divergences, InputError
 
 TARGET = 0.8
@@ -74,13 +74,13 @@ def test_conformal_accepts_exactly_k_of_m_plus_1():
 
 WEIGHTS = dict(epsilon=5e-3, delta=1e-4)
 STATISTICS = [
-  (tr.max_kl, lambda d, v: tr.max_over_tokens(d.kl, v)),
-  (tr.mean_kl, lambda d, v: tr.mean_over_tokens(d.kl, v)),
-  (tr.mean_deviation, lambda d, v: tr.mean_over_tokens(tr.deviation(d.log_ratio), v)),
-  (tr.chi2_budget, lambda d, v: tr.sum_over_tokens(d.chi2, v)),
+  (masks.max_kl, lambda d, v: masks.max_over_tokens(d.kl, v)),
+  (masks.mean_kl, lambda d, v: masks.mean_over_tokens(d.kl, v)),
+  (masks.mean_deviation, lambda d, v: masks.mean_over_tokens(masks.deviation(d.log_ratio), v)),
+  (masks.chi2_budget, lambda d, v: masks.sum_over_tokens(d.chi2, v)),
   (
-    functools.partial(tr.length_neutral, **WEIGHTS),
-    lambda d, v: tr.future_deviation(d.log_ratio, v, **WEIGHTS),
+    functools.partial(masks.length_neutral, **WEIGHTS),
+    lambda d, v: masks.future_deviation(d.log_ratio, v, **WEIGHTS),
   ),
 ]
 
@@ -88,7 +88,7 @@ STATISTICS = [
 @pytest.mark.parametrize('criterion, statistic', STATISTICS)
 def test_calibrated_criteria_accept_the_target_of_fresh_rows(criterion, statistic):
   limit = calibration.conformal(statistic(*rows_of(pareto(0, 2000, 64))), target=TARGET)
-  fresh = criterion(*rows_of(pareto(1, 2000, 64)), limit=limit)
+  fresh = criterion(limit=limit)(*rows_of(pareto(1, 2000, 64)))
   # Standard errors: .009 of the limit, .009 of the fresh rows.
   np.testing.assert_allclose(fresh.mean(), TARGET, atol=0.05)
 
@@ -117,6 +117,7 @@ def test_both_parts_of_the_tail_by_hand():
   assert found.exceedance(jnp.float32(0)) == 1 and found.exceedance(jnp.float32(jnp.inf)) == 0
 
 
+@pytest.mark.slow
 def test_tail_matches_the_oracle_ignores_padding_and_is_undone_by_exceedance():
   x = lognormal(0, 40, 50)
   valid = jax.random.bernoulli(jax.random.key(1), 0.6, x.shape)
@@ -158,10 +159,11 @@ def test_max_limit_accepts_the_target_at_every_length(noise):
   # With one limit for all lengths: .8^(T / 128).
   kept = (1 - beyond(noise, limits[2])) ** lengths
   np.testing.assert_allclose(kept, TARGET ** (lengths / 128), atol=0.05)
-  fresh = tr.max_kl(*rows_of(noise(1, 2000, 128)), limit=limits[2])
+  fresh = masks.max_kl(limit=limits[2])(*rows_of(noise(1, 2000, 128)))
   np.testing.assert_allclose(fresh.mean(), TARGET, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('noise, least, most', [(pareto, 0.74, 0.84), (exponential, 0.8, 0.95)])
 def test_max_limit_beyond_the_sample(noise, least, most):
   # 4096 tokens for rows of 2048: half an exceedance, all of it power law. One such limit accepts
@@ -173,6 +175,7 @@ def test_max_limit_beyond_the_sample(noise, least, most):
   assert least < np.median((1 - beyond(noise, limits)) ** 2048) < most
 
 
+@pytest.mark.slow
 def test_a_limit_for_each_row():
   kl = lognormal(0, 2000, 64)
   lengths = jnp.arange(2000) % 65
@@ -180,7 +183,7 @@ def test_a_limit_for_each_row():
   limits = calibration.max_limit(calibration.tail(kl, valid), T=lengths, target=TARGET)
   assert limits.shape == (2000,) and (limits[2:65] >= limits[1:64]).all()
   d, _ = rows_of(lognormal(1, 2000, 64))
-  kept = tr.max_kl(d, valid, limit=limits)
+  kept = masks.max_kl(limit=limits)(d, valid)
   for short in (True, False):
     group = (lengths > 0) & ((lengths <= 32) == short)
     np.testing.assert_allclose(kept[group].mean(), TARGET, atol=0.05)

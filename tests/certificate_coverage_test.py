@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import certificate_coverage as cc
-from experiments import coverage_report, known_pairs
+from experiments.laboratory import known_pairs
+from experiments.reports import coverage_report
 from trm_jax.types import InputError
 
 
@@ -17,6 +18,7 @@ def made():
   return {it.name: it for it in known_pairs.scenarios(1)}
 
 
+@pytest.mark.slow
 def test_scenarios_are_what_they_say(made):
   for it in made.values():
     assert it.mass.sum() == pytest.approx(1) and it.new_mass.sum() == pytest.approx(1)
@@ -48,6 +50,7 @@ def _before(it):
   return np.exp(np.cumsum(log_ratio, -1) - log_ratio)
 
 
+@pytest.mark.slow
 def test_limits_reject_nothing_and_a_tenth(made):
   it = made['noisy step']
   none, mean_limit = cc.limits_of(it)
@@ -58,6 +61,7 @@ def test_limits_reject_nothing_and_a_tenth(made):
   assert 0.08 < it.mass[mean > mean_limit].sum() <= 0.1
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
   args = cc.CertificateCoverage(
     directory=tmp_path, repeats=12, sizes=(256,), only=('disaster, 0.0003',)

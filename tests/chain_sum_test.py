@@ -39,6 +39,7 @@ def test_by_hand():
   assert answer([3, 5, -2, 1], False) == [7] and answer([-1, -5], True) == [9, 4]
 
 
+@pytest.mark.slow
 def test_data_set(tmp_path):
   rows, digest = task_checks.data_set(chain_sum.TASK, tmp_path)
   assert rows.shape[1] == 16 and (rows[:, -1] == 20).all()
@@ -75,6 +76,7 @@ def test_demonstrator_is_of_two_minds(worked):
   task_checks.demonstrator_is_of_two_minds(TASKS[worked], prompt(CHAIN), right, other, noisy=10)
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
   random = np.random.RandomState(0)
   chains = [random.choice([-5, -3, -1, 1, 2, 4], 3 + i % 4) for i in range(task_checks.ROWS)]

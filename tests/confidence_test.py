@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from trm_jax import confidence
+from trm_jax.certificates import confidence
 from trm_jax.types import InputError
 
 SMALL = jnp.array([0.05, -0.02, 0.11, 0, -0.01, 0.07, 0.03, 0.02] * 16)
@@ -142,6 +142,34 @@ def test_cumulative_by_hand_and_at_all_times():
   assert wrong <= 0.1 + 3 * math.sqrt(0.09 / repeats)
 
 
+@pytest.mark.parametrize('size', [pytest.param(40, marks=pytest.mark.slow), 5000])
+@pytest.mark.parametrize('name', [*BOUNDS, 'normal'])
+def test_a_unit_that_is_no_number_leaves_no_bound(name, size, optimised):
+  """Not even among thousands, where XLA's maximum and minimum on CPUs drop NaN."""
+  bound = BOUNDS.get(name, [lambda x: confidence.normal(x, alpha=0.1)])[0]
+  x = jnp.asarray(coin(np.random.default_rng(0), size), jnp.float32)
+  for run in (bound, jax.jit(bound, compiler_options=optimised)):
+    assert np.isfinite(run(x))
+    for bad in (math.nan, math.inf):
+      assert np.isnan(run(x.at[size // 2].set(bad)))
+
+
+@pytest.mark.slow
+def test_units_that_do_not_exist_count_nowhere():
+  x = jnp.asarray(weights(np.random.default_rng(3), 50), jnp.float32)
+  exists = jnp.arange(50) < 20
+  for content in (9.0, math.nan):
+    dirty = jnp.where(exists, x, content)
+    for low in (-1.0, -2.0):
+      for f in (
+        confidence.log_evalue,
+        lambda x, low, **exists: confidence.betting(x, alpha=0.1, low=low, **exists),
+      ):
+        np.testing.assert_allclose(f(dirty, low=low, exists=exists), f(x[:20], low=low), rtol=1e-5)
+  none = confidence.betting(x, alpha=0.1, low=-1.0, exists=jnp.zeros(50, bool))
+  assert float(none) == -1
+
+
 def test_alpha_is_spent_once():
   assert confidence.spent(0.05, 1) == pytest.approx(0.05 * 6 / math.pi**2)
   assert sum(confidence.spent(0.05, k) for k in range(1, 20_000)) == pytest.approx(0.05, rel=1e-4)
@@ -155,6 +183,7 @@ def test_alpha_is_spent_once():
     (lambda: confidence.normal(SMALL, alpha=math.nan), 'alpha=nan'),
     (lambda: confidence.catoni(SMALL, alpha=2, variance=1), 'alpha=2'),
     (lambda: confidence.catoni(SMALL, alpha=0.1, variance=0), 'variance=0'),
+    (lambda: confidence.catoni(SMALL, alpha=0.1, variance=math.inf), 'variance=inf'),
     (lambda: confidence.empirical_bernstein(SMALL, alpha=-1, low=0, high=1), 'alpha=-1'),
     (lambda: confidence.cumulative(1.0, 1.0, alpha=0.05, bet=1.0), 'bet=1.0'),
     (lambda: confidence.spent(0.05, 0), 'claim=0'),

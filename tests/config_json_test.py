@@ -1,11 +1,13 @@
-"""trm_jax.config_json: published settings are read, others are refused by name."""
+"""trm_jax.checkpoints.config_json: published settings are read, others are refused by name."""
 
 import dataclasses
 import json
 
 import pytest
 
-from trm_jax import config_json, qwen3, rotary, types
+from trm_jax import types
+from trm_jax.checkpoints import config_json
+from trm_jax.policy import qwen3, rotary
 
 # As published with Qwen3-30B-A3B, less what only generation reads.
 MIXTURE = dict(

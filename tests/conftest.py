@@ -1,11 +1,13 @@
 """Settings of every test: eight simulated CPU devices, strict ranks, reproducible examples."""
 
 import atexit
+import collections
 import importlib.metadata
 import os
 import pathlib
 import shutil
 import tempfile
+import textwrap
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Workers share the cores: one compute thread each, and one part a program to compile.
@@ -36,7 +38,7 @@ SHARED = {
   'suppress_health_check': [hypothesis.HealthCheck.too_slow],
 }
 hypothesis.settings.register_profile('quick', max_examples=15, **SHARED)
-hypothesis.settings.register_profile('thorough', max_examples=500, **SHARED)
+hypothesis.settings.register_profile('thorough', max_examples=200, **SHARED)
 # `--hypothesis-profile=thorough` is read later and wins.
 hypothesis.settings.load_profile('quick')
 
@@ -44,21 +46,35 @@ hypothesis.settings.load_profile('quick')
 # The files that take longest, longest first. `--dist loadfile` hands out files in this order, so
 # that no long one starts when the others have ended.
 LONGEST = (
-  'update divergences processes mismatch kernels train linear_head bound_tightness linear_kernel'
-  ' policy token_level_failure brackets oracle trust_region certificate sampling'
+  'battery update divergences processes mismatch kernels train linear_head bound_tightness'
+  ' linear_kernel policy token_level_failure brackets oracle trust_region certificate sampling'
   ' surrogate_certificate theorems tasks experiments recording surrogates calibration bounds'
 ).split()
 
-# Only in `make test-all`: long, and what they check is checked in another way in `make test`.
-DEFERRED = tuple((pathlib.Path(__file__).parent / 'deferred.txt').read_text().splitlines())
-
 
 def pytest_collection_modifyitems(items):
-  for item in items:
-    if f'{item.path.name}::{item.name}' in DEFERRED:
-      item.add_marker('slow')
   rank = {f'{name}_test.py': place for place, name in enumerate(LONGEST)}
   items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+def pytest_terminal_summary(terminalreporter):
+  """Seconds of each file that took any, and the ten slowest tests."""
+  seconds = collections.Counter()
+  for reports in terminalreporter.stats.values():
+    for report in reports:
+      if hasattr(report, 'duration'):
+        seconds[report.nodeid] += report.duration
+  files = collections.Counter()
+  for test, time in seconds.items():
+    files[test.split('::')[0]] += time
+  if sum(files.values()) < 60:
+    return
+  terminalreporter.section('seconds of each file')
+  told = [f'{pathlib.Path(file).stem} {time:.0f}' for file, time in files.most_common()]
+  terminalreporter.write_line(textwrap.fill(', '.join(told), 100))
+  terminalreporter.section('the ten slowest')
+  for test, time in seconds.most_common(10):
+    terminalreporter.write_line(f'{time:7.1f} {test}')
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from trm_jax import divergences, policy, types
 from trm_jax.mismatch import decoding
+from trm_jax.rollouts import support
 
 V = 9
 Decoding = decoding.Decoding
@@ -84,6 +85,7 @@ def test_order_decides_what_top_p_sees():
     np.testing.assert_array_equal(kept(out), kept(seen))
 
 
+@pytest.mark.slow
 def test_kl_is_the_log_of_the_kept_mass_and_grows_as_filters_tighten():
   p = softmax(SCORES)
   for name, dials in (
@@ -106,11 +108,11 @@ def test_kl_is_the_log_of_the_kept_mass_and_grows_as_filters_tighten():
 
 def test_support_replay_removes_the_mismatch_and_leaves_a_gradient():
   out = decoding.process(Decoding(top_p=0.7), X)
-  again = decoding.replay_support(X, out)
+  again = support.replay_support(X, out)
   assert np.asarray(divergences.kl(again, out)).max() == 0
   assert np.asarray(divergences.kl(X, out)).mean() > 0.05
   token = out.argmax(-1)
-  loss = lambda z: divergences.logp(decoding.replay_support(z, out), token).sum()
+  loss = lambda z: divergences.logp(support.replay_support(z, out), token).sum()
   grad = np.asarray(jax.grad(loss)(X))
   p = softmax(np.asarray(out))
   np.testing.assert_allclose(grad, np.eye(V)[token] - p, rtol=0, atol=1e-6)
@@ -118,19 +120,19 @@ def test_support_replay_removes_the_mismatch_and_leaves_a_gradient():
 
 
 def test_hooks():
-  assert decoding.hooks(Decoding()) == policy.Hooks()
-  bug = decoding.hooks(Decoding(top_k=2, reported='raw'), temperature=0.5)
+  assert decoding.filter_hooks(Decoding()) == policy.Hooks()
+  bug = decoding.filter_hooks(Decoding(top_k=2, reported='raw'), temperature=0.5)
   drawn = bug.decode(X)
   np.testing.assert_array_equal(drawn, decoding.process(Decoding(top_k=2), X, temperature=0.5))
   token = drawn.argmax(-1)
   # Raw log-probs are those of the scores at temperature 1, though drawn at .5.
   reported = divergences.logp(bug.reported(X, drawn), token, temperature=0.5)
   np.testing.assert_allclose(reported, divergences.logp(X, token), atol=1e-6)
-  off = decoding.hooks(Decoding(top_k=2, reported='raw'), jnp.float32(0), temperature=0.5)
+  off = decoding.filter_hooks(Decoding(top_k=2, reported='raw'), jnp.float32(0), temperature=0.5)
   np.testing.assert_array_equal(off.decode(X), SCORES)
   np.testing.assert_array_equal(off.reported(X, drawn), drawn)
   # Raw alone is a bug only where there is something to process: a temperature.
-  assert decoding.hooks(Decoding(reported='raw')).decode is None
+  assert decoding.filter_hooks(Decoding(reported='raw')).decode is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,8 @@ def test_hooks():
     (dict(top_p=0.0), r'decoding.top_p=0.0 must lie in \(0, 1\]'),
     (dict(top_p=1.1), 'decoding.top_p=1.1'),
     (dict(min_p=float('nan')), 'decoding.min_p=nan'),
-    (dict(temperature=0.0), 'decoding.temperature=0.0 must be > 0'),
+    (dict(temperature=0.0), 'decoding.temperature=0.0 must be at least 0.001'),
+    (dict(temperature=1e-10), 'decoding.temperature=1e-10 must be at least 0.001'),
     (dict(order=('top_k',) * 4), 'must name each of temperature, top_k, top_p, min_p once'),
   ],
 )

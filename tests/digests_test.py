@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax import digests
+from trm_jax.runs import digests
 
 
 def state_of(seed):

@@ -12,8 +12,14 @@ import types
 import matplotlib.image
 import pytest
 
-from experiments import arms, command, figures, learning_curves, report, stuck_replica, train_policy
-from trm_jax import config_json, method, policy, processes, tasks, train
+from experiments import learning_curves, stuck_replica, train_policy
+from experiments.laboratory import arms
+from experiments.reports import figures, report
+from trm_jax import policy, tasks, training
+from trm_jax.checkpoints import config_json
+from trm_jax.runs import processes
+from trm_jax.training import command
+from trm_jax.training.words import MethodWords
 from trm_jax.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -94,6 +100,7 @@ def test_help_teaches(monkeypatch, capsys):
     assert words in text
 
 
+@pytest.mark.slow
 def test_one_run_from_the_command_line_interrupted_and_resumed(tmp_path):
   """The program itself, killed without warning in mid-run; then --resume finishes it."""
   directory = tmp_path / 'run'
@@ -154,7 +161,7 @@ def test_weights_bring_the_architecture_and_not_how_it_is_computed(monkeypatch):
   folder = ROOT / 'tests' / 'golden' / 'qwen3_moe'
   found, size = config_json.read(folder / 'config.json')
   monkeypatch.setattr(tasks, 'load', lambda name: types.SimpleNamespace(vocab_size=size))
-  given = lambda **how: train.Config(policy=dataclasses.replace(policy.PolicyConfig(), **how))
+  given = lambda **how: training.Config(policy=dataclasses.replace(policy.PolicyConfig(), **how))
   how = dict(dtype='bfloat16', remat=True, expert_compute='ragged')
   made = train_policy._described(given(**how), folder)
   assert made.policy == dataclasses.replace(found, **how) and made.warm_start.steps == 0
@@ -254,12 +261,13 @@ def test_report_helpers(tmp_path):
 def test_arms_refuse_bad_counts(tmp_path):
   for counts, word in ((dict(seeds=0), 'seeds=0'), (dict(seeds=1, workers=0), 'workers=0')):
     with pytest.raises(InputError, match=word):
-      arms.run_all(train.Config(), stuck_replica.ARMS, directory=tmp_path, **counts)
-  config = train.Config(method=method.Method(max_kl=0.3))
+      arms.run_all(training.Config(), stuck_replica.ARMS, directory=tmp_path, **counts)
+  config = training.Config(method=MethodWords(max_kl=0.3))
   with pytest.raises(InputError, match=r'^method.max_kl=0.3 has no effect here.*--method\.\*\.$'):
     arms.run_all(config, stuck_replica.ARMS, directory=tmp_path, seeds=1)
 
 
+@pytest.mark.slow
 def test_whole_experiment_small(monkeypatch, tmp_path, capsys):
   """All six arms in this process, then a second call that only reads and reports the same."""
   line = [*f'stuck --directory {tmp_path / "e"} --workers 1 --seeds 1 --steps 2'.split()]

@@ -1,4 +1,4 @@
-"""trm_jax.experts: both ways to compute against the definition, everywhere a policy uses them."""
+"""`experts`: both ways to compute against the definition, everywhere a policy uses them."""
 
 import dataclasses
 import functools
@@ -10,8 +10,11 @@ import policy_oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import experts, policy, sampling, sharding, types
+from trm_jax import policy, types
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import precision, routing
+from trm_jax.policy import experts
+from trm_jax.rollouts import scoring
 
 ROWS, LENGTH, D, F, E, K = 8, 5, 6, 7, 8, 3
 RNG = np.random.default_rng(0)
@@ -70,6 +73,7 @@ def test_values_equal_the_definition(compute):
   assert len(np.unique(routes)) >= E - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('hook', HOOKS)
 def test_ragged_equals_dense_in_value_and_gradients(hook):
   close(unsharded('ragged', hook), unsharded('dense', hook))
@@ -134,6 +138,7 @@ def rollout():
   )
 
 
+@pytest.mark.slow
 def test_ragged_in_the_policy_with_replayed_experts_and_rounded_activations():
   batch = rollout()
   params = jax.jit(policy.init, static_argnums=(1, 2))(jax.random.key(0), CONFIG, V)
@@ -142,9 +147,9 @@ def test_ragged_in_the_policy_with_replayed_experts_and_rounded_activations():
   def loss(params, config):
     hooks = dataclasses.replace(
       routing.replay(batch.routes, weights),
-      activation=precision.hooks(precision.Precision(activations='bfloat16')).activation,
+      activation=precision.rounding_hooks(precision.Precision(activations='bfloat16')).activation,
     )
-    hidden, aux = sampling.score(params, config, batch, hooks=hooks)
+    hidden, aux = scoring.score(params, config, batch, hooks=hooks)
     return jnp.square(policy.logits(params, hidden)).mean(), aux
 
   run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
@@ -213,6 +218,7 @@ def test_the_kernel_for_gradients_of_matrices_sums_each_run():
   np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_and_gradients_are_those_of_float32_rounded(monkeypatch):
   """With the TPU's kernel in the place it has there."""
   kernel = functools.partial(experts._by_run, interpret=True)
@@ -244,6 +250,7 @@ def test_what_a_product_leaves_after_the_last_run_reaches_nothing(monkeypatch):
   close(got[1], unsharded('dense')[1])
 
 
+@pytest.mark.slow
 def test_gates_of_impossible_routes_have_a_gradient():
   """Padding may replay routes whose probability is 0 in float32."""
   hooks = policy.Hooks(routes=lambda probabilities, routes, layer, keys: jnp.zeros_like(routes))

@@ -8,11 +8,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import arms, dense_precision, drift_or_noise, grid, reuse
-from experiments.arms import Arm
-from trm_jax import train
-from trm_jax.method import Method
-from trm_jax.policy import PolicyConfig
+from experiments import dense_precision, drift_or_noise, reuse
+from experiments.laboratory import arms, grid
+from experiments.laboratory.arms import Arm
+from trm_jax import training
+from trm_jax.policy.decoder import PolicyConfig
+from trm_jax.training.words import MethodWords
 
 EXPERIMENTS = pytest.mark.parametrize('experiment', [drift_or_noise, dense_precision, reuse])
 
@@ -60,7 +61,7 @@ def summary_of(experiment, finals=None):
     s.name: metrics_of({a.name: finals.get((s.name, a.name), 0.5) for a in s.arms})
     for s in experiment.SETTINGS
   }
-  return experiment.summarise(found, dataclasses.replace(train.Config(), steps=9))
+  return experiment.summarise(found, dataclasses.replace(training.Config(), steps=9))
 
 
 def claim(experiment, finals=None):
@@ -148,12 +149,13 @@ def test_tables(experiment):
   assert len(lines) == 2 + len(experiment.EFFECTS) and f'Holm over {len(lines) - 2}' in lines[0]
 
 
+@pytest.mark.slow
 @EXPERIMENTS
 def test_a_single_seed_separates_nothing_and_is_drawn(experiment, tmp_path):
   found = {
     s.name: metrics_of({a.name: 0.5 for a in s.arms}, seeds=(100,)) for s in experiment.SETTINGS
   }
-  summary = experiment.summarise(found, train.Config())
+  summary = experiment.summarise(found, training.Config())
   assert not any(grid.separated(e) for e in summary['effects'])
   assert '(p -)' in experiment.verdict(summary)
   image = matplotlib.image.imread(experiment.draw_figure(summary, tmp_path / 'figure.png'))
@@ -163,7 +165,7 @@ def test_a_single_seed_separates_nothing_and_is_drawn(experiment, tmp_path):
 def test_each_setting_changes_the_configuration_and_shares_warm_starts(monkeypatch, tmp_path):
   asked = []
   monkeypatch.setattr(arms, 'run_all', lambda *a, **k: asked.append((a, k)) or {'metrics': a[1]})
-  config = train.Config(steps=7)
+  config = training.Config(steps=7)
   found = grid.run(config, reuse.SETTINGS, seeds=3, directory=tmp_path, workers=2)
   assert found == {s.name: {'metrics': s.arms} for s in reuse.SETTINGS}
   for (setting, _), (count, parts) in zip(asked, reuse.UPDATES.items(), strict=True):
@@ -176,19 +178,19 @@ def test_each_setting_changes_the_configuration_and_shares_warm_starts(monkeypat
 
 @pytest.mark.slow
 def test_settings_run_in_turn(tmp_path):
-  arm = Arm(name='a', method=Method())
+  arm = Arm(name='a', method=MethodWords())
   settings = (
     grid.Setting(name='plain', arms=(arm,)),
     grid.Setting(name='with change', arms=(arm,), changes=dict(seed=1)),
   )
-  config = train.Config(
+  config = training.Config(
     steps=1,
     prompts=4,
     samples=2,
     eval_prompts=8,
     data_dir=str(tmp_path / 'data'),
     policy=PolicyConfig(layers=1, experts=0, width=16, mlp_width=16, heads=2, kv_heads=2),
-    warm_start=train.WarmStart(steps=1, batch=8),
+    warm_start=training.WarmStart(steps=1, batch=8),
   )
   run = lambda: grid.run(config, settings, seeds=2, directory=tmp_path / 'e', workers=1)
   found = run()

@@ -28,7 +28,7 @@ def scores():
 
 @functools.cache
 def disturbed(strength=1.0, **dials):
-  hooks = heavy_tail.hooks(HeavyTail(**dials), jnp.float32(strength))
+  hooks = heavy_tail.shift_hooks(HeavyTail(**dials), jnp.float32(strength))
   return np.asarray(hooks.logits(scores(), KEYS))
 
 
@@ -52,6 +52,7 @@ def test_draws_are_student_t():
     )
 
 
+@pytest.mark.slow
 def test_the_published_spread_by_confidence():
   published = [0.156, 0.175, 0.186, 0.203, 0.237]
   for scale in (1.0, 0.3):
@@ -67,6 +68,7 @@ def test_the_published_spread_by_confidence():
   np.testing.assert_allclose(heavy_tail.sigma(jnp.unique(CONFIDENCE)), published, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_the_likeliest_token_moves_and_strength_scales_it():
   full, half = disturbed(scale=1.0), disturbed(0.5, scale=1.0)
   others = [v for v in range(V) if v != 3]
@@ -75,14 +77,14 @@ def test_only_the_likeliest_token_moves_and_strength_scales_it():
   np.testing.assert_array_equal(disturbed(0.0, scale=1.0, spikes=0.5), scores())
   # At temperature 2 scores move twice as far: log-odds are those of the distribution drawn from.
   even = jnp.zeros((ROWS, LENGTH, V)).at[..., 3].set(0.01)  # one bin at either temperature
-  cold, hot = (
-    heavy_tail.hooks(HeavyTail(scale=1.0), temperature=t).logits(even, KEYS) for t in (1.0, 2.0)
-  )
+  at = lambda t: heavy_tail.shift_hooks(HeavyTail(scale=1.0), temperature=t)
+  cold, hot = (at(t).logits(even, KEYS) for t in (1.0, 2.0))
   np.testing.assert_allclose((hot - even) / 2, cold - even, rtol=0, atol=2e-6)
   tight = shifts(disturbed(scale=3.0, limit=0.6))
   assert np.abs(tight).max() <= 0.6 + 1e-5 and (np.abs(tight) > 0.599).mean() > 0.05
 
 
+@pytest.mark.slow
 def test_kl_grows_with_every_dial():
   def mean_kl(**dials):
     return float(divergences.kl(scores(), jnp.asarray(disturbed(**dials))).mean())
@@ -133,16 +135,16 @@ def test_outlier_prompts_are_fixed_by_their_text():
 
 def test_outlier_rows_are_wrong_throughout():
   outlier = jnp.arange(ROWS) % 2 == 0
-  hooks = heavy_tail.hooks(HeavyTail(outliers=0.1, outlier_shift=4.6), outlier=outlier)
+  hooks = heavy_tail.shift_hooks(HeavyTail(outliers=0.1, outlier_shift=4.6), outlier=outlier)
   found = shifts(np.asarray(hooks.logits(scores(), KEYS)))
   np.testing.assert_allclose(found[::2], -4.6, rtol=0, atol=1e-5)
   assert (found[1::2] == 0).all()
 
 
 def test_off_and_errors():
-  assert heavy_tail.hooks(HeavyTail(), jnp.float32(1)) == policy.Hooks()
+  assert heavy_tail.shift_hooks(HeavyTail(), jnp.float32(1)) == policy.Hooks()
   with pytest.raises(types.InputError, match='outliers=0.1 needs `outlier`'):
-    heavy_tail.hooks(HeavyTail(outliers=0.1))
+    heavy_tail.shift_hooks(HeavyTail(outliers=0.1))
   for name, bad in (
     ('scale', -1.0),
     ('spike', float('nan')),

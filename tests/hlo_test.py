@@ -10,8 +10,9 @@ import functools
 import jax
 import pytest
 
-from experiments import abstract_step, compiled, products
-from trm_jax import policy, sharding
+from trm_jax import policy
+from trm_jax.mesh import sharding
+from trm_jax.planning import abstract_step, compiled, products
 
 LAYERS, WIDTH, V, LENGTH, PROMPT = 5, 24, 104, 16, 6
 DENSE = policy.PolicyConfig(
@@ -49,7 +50,9 @@ def shapes(step):
   return [shape for _, shape in step.shapes]
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=[pytest.mark.slow] * (n in ('moe',))) for n in CONFIGS]
+)
 def test_collectives_of_a_train_step(name):
   found = program(name)[1].collectives()
   assert not TOKENS & VOCABULARY

@@ -8,20 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import judgement, linear_head, method, sharding, stores
+from trm_jax.divergences import linear_head
+from trm_jax.mesh import sharding
+from trm_jax.rollouts import stores
+from trm_jax.training import judgement
+from trm_jax.training.words import MethodWords
 from trm_jax.types import Rollout
 
 PROMPTS, G, T, D, V, K = 8, 4, 5, 6, 16, 11
 B, SHARES = PROMPTS * G, (3, 1)
 ENDS = dict(max_kl=0.04, scope='prefix', advantage='centred', kl_coefficient=0.1)
 METHODS = (
-  method.Method(**ENDS, kl_scope='kept', baseline_pool='accepted', normalize_by='accepted'),
-  method.Method(**ENDS, random_mask=True),
-  method.Method(max_kl=0.04, kl_coefficient=0.1),
+  MethodWords(**ENDS, kl_scope='kept', baseline_pool='accepted', normalize_by='accepted').make(),
+  MethodWords(**ENDS, random_mask=True).make(),
+  MethodWords(max_kl=0.04, kl_coefficient=0.1).make(),
 )
 BRACKETS = (
-  method.Method(max_kl=0.09, scope='prefix'),
-  method.Method(max_kl=0.09, scope='prefix', bound='lower'),
+  MethodWords(max_kl=0.09, scope='prefix').make(),
+  MethodWords(max_kl=0.09, scope='prefix', bound='lower').make(),
 )
 
 
@@ -90,6 +94,7 @@ def judged(store, methods, chosen, mesh=None, spoil=None):
     return jax.tree.map(np.asarray, program(methods)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'store, methods, chosen',
   [('hidden', METHODS, 0), ('hidden', METHODS, 1), ('topk', BRACKETS, 0), ('topk', BRACKETS, 1)],

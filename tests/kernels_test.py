@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from tests import oracles
-from trm_jax import kernels, lanes, tiles
+from trm_jax.divergences.passes import kernels, lanes, tiles
 
 # Simulates a TPU's memory, and knows arrays that vary over a mesh; the plain one does neither.
 SIMULATED = pltpu.InterpretParams(uninitialized_memory='nan')
@@ -101,7 +101,8 @@ FORMS = pytest.mark.parametrize('form', [one_read, two_reads])
 
 @FORMS
 @pytest.mark.parametrize(
-  ('dtype', 'full', 'temperature'), [(jnp.float32, True, 0.5), (jnp.bfloat16, False, None)]
+  ('dtype', 'full', 'temperature'),
+  [(jnp.float32, True, 0.5), pytest.param(jnp.bfloat16, False, None, marks=pytest.mark.slow)],
 )
 def test_every_edge_case_matches_the_formulas_in_float64(form, dtype, full, temperature):
   policy, rollout = edge_rows(600, dtype)
@@ -120,7 +121,14 @@ def test_every_edge_case_matches_the_formulas_in_float64(form, dtype, full, temp
 
 
 @FORMS
-@pytest.mark.parametrize('shape', [(3, 1), (1, 127), (17, 129)])
+@pytest.mark.parametrize(
+  'shape',
+  [
+    (3, 1),
+    pytest.param((1, 127), marks=pytest.mark.slow),
+    pytest.param((17, 129), marks=pytest.mark.slow),
+  ],
+)
 def test_any_number_of_rows_and_tokens(form, shape):
   rng = np.random.default_rng(1)
   policy, rollout = jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
@@ -129,7 +137,10 @@ def test_any_number_of_rows_and_tokens(form, shape):
 
 
 # A row of 300 float32 entries a side takes 3 KiB, twice.
-@pytest.mark.parametrize(('rows', 'kernels_run'), [(16, 1), (8, 1), (7, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('rows', 'kernels_run'), [(16, 1), (8, 1), pytest.param(7, 3, marks=pytest.mark.slow)]
+)
 def test_logits_are_read_twice_only_where_eight_rows_do_not_fit(rows, kernels_run):
   policy, rollout = edge_rows(300, jnp.float32)
   memory = tiles.SPARE_VMEM + rows * 6 * 1024
@@ -156,8 +167,10 @@ def head_case(dtype, rows=21, size=600, width=40):
   return hidden, head, np.einsum('nd,vd->nv', oracles.f64(hidden), oracles.f64(head))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('dtype', 'full', 'temperature'), [(jnp.float32, True, 0.7), (jnp.bfloat16, False, None)]
+  ('dtype', 'full', 'temperature'),
+  [(jnp.float32, True, 0.7), pytest.param(jnp.bfloat16, False, None, marks=pytest.mark.slow)],
 )
 def test_products_with_a_head_match_their_logits(dtype, full, temperature):
   hidden, head, logits = head_case(dtype)
@@ -185,6 +198,7 @@ def test_products_with_a_head_match_their_logits(dtype, full, temperature):
   np.testing.assert_allclose(lying[0], np.exp(-0.1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_products_and_identical_ones(monkeypatch):
   # Several products a block of rows, and the interpreter that refuses to read beyond an array.
   monkeypatch.setattr(tiles, '_PRODUCT', 32)
@@ -224,9 +238,10 @@ def lse_of(logits, temperature=1.0):
     return jnp.asarray(top + np.log(np.exp(x - top[:, None]).sum(-1)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('dtype', 'full', 'temperature', 'kernels_run'),
-  [(jnp.float32, True, 0.7, 1), (jnp.bfloat16, False, None, 2)],
+  [(jnp.float32, True, 0.7, 1), pytest.param(jnp.bfloat16, False, None, 2, marks=pytest.mark.slow)],
 )
 def test_one_kernel_for_a_head_and_a_normalised_rollout(dtype, full, temperature, kernels_run):
   hidden, head, logits = head_case(dtype)
@@ -254,6 +269,7 @@ def test_one_kernel_for_a_head_and_a_normalised_rollout(dtype, full, temperature
   assert all(np.isnan(x[18:]).all() for x in found if x is not None)
 
 
+@pytest.mark.slow
 def test_picked_logits_are_those_of_the_tokens():
   # Blocks of 256 entries in chunks of 128, two shares for products, a ragged end at 600.
   edges = [0, 1, 126, 127, 128, 129, 254, 255, 256, 257, 383, 384, 510, 511, 512, 513, 598, 599]
@@ -277,6 +293,7 @@ def test_picked_logits_are_those_of_the_tokens():
   same(found[3], of_rollout)
 
 
+@pytest.mark.slow
 def test_vmap_and_a_traced_temperature():
   policy, rollout = edge_rows(200, jnp.float32)
   temperatures = jnp.array([0.5, 1.0, 2.0])
@@ -314,6 +331,7 @@ def test_no_type_is_promoted_by_accident(dtype):
   assert {x.dtype for x in jax.tree.leaves((q, found))} == {jnp.dtype('float32')}
 
 
+@pytest.mark.slow
 def test_a_vocabulary_split_over_devices():
   options = dict(chunk=128, block=(16, 128), interpret=SIMULATED)
   mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -348,6 +366,7 @@ def test_a_head_is_read_once_where_memory_allows(mib, rollout_width, rows):
   assert plan.block_rows == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('mib', 'cores', 'kernels_run'), [(128, 1, 1), (64, 1, 1), (64, 2, 2)])
 def test_hidden_and_rollout_are_read_once_and_the_head_twice(mib, cores, kernels_run):
   shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)

@@ -8,8 +8,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments import grid, long_horizon, report
-from experiments import long_horizon_report as shown
+from experiments import long_horizon
+from experiments.laboratory import grid
+from experiments.reports import long_horizon_report as shown
+from experiments.reports import report
 from trm_jax.types import Divergences
 
 E = long_horizon
@@ -38,6 +40,7 @@ def test_what_the_rules_keep_by_hand():
   np.testing.assert_array_equal(kept('prefix budget'), [1, 4, 0, 2])
 
 
+@pytest.mark.slow
 def test_shares_by_hand():
   kept = E._kept(divergences_of(KL), VALID, 0.1, 'prefix max')
   found = E.shares(kept, VALID)
@@ -45,6 +48,7 @@ def test_shares_by_hand():
   assert found['position_q1'] == 0.75 and found['position_q4'] == 0.5
 
 
+@pytest.mark.slow
 def test_limits_are_those_of_the_first_batch_alone():
   """More rows than conformal needs; the second batch is louder, the third silent."""
   rng = np.random.default_rng(0)

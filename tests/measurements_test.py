@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import importance
-from trm_jax.mismatch import heavy_tail, measurements, metric_names, router_statistics
+from trm_jax import measurements
+from trm_jax.divergences import ratios
+from trm_jax.measurements import metric_names, router_statistics
+from trm_jax.mismatch import heavy_tail
 from trm_jax.types import Divergences, InputError, Rollout
 
 B, T = 7, 12
@@ -68,6 +70,7 @@ def against(found, x, thresholds=None):
     np.testing.assert_allclose(found['exceed'], [(x > t).mean() for t in thresholds], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_whole_batch_and_every_group_agree_with_numpy():
   d, valid, logp, advantage = batch()
   found, valid = measured(), np.asarray(valid)
@@ -137,7 +140,7 @@ def test_padding_missing_and_infinite_values():
   keep[3, 2] = False
   assert found['log_ratio']['missing'] == 1 and found['kl'] == measured()['kl']
   np.testing.assert_allclose(found['log_ratio']['mean'], f64(d.log_ratio)[keep].mean(), rtol=1e-4)
-  assert found['sequences']['missing'] == 1 and found['sequences']['count'] == B - 1
+  assert found['sequences']['missing'] == 1 and found['sequences']['count'] == B - 2
   broken = dataclasses.replace(d, kl=d.kl.at[3, 2].set(jnp.inf))
   found = measurements.plain(measure(broken, valid, policy_logp=logp, advantage=advantage))['kl']
   assert found['largest'] == np.inf and found['infinite'] == 1
@@ -203,12 +206,15 @@ def test_the_shift_of_log_odds_is_what_was_planted():
 # Rows.
 
 
+@pytest.mark.slow
 def test_sequences_against_float64_and_by_hand():
   d, valid, _, _ = batch()
   found, x = measured()['sequences'], np.where(valid, f64(d.log_ratio), 0)
+  x = x[np.asarray(valid).any(-1)]  # the row without tokens does not exist
   w = np.exp(x.sum(-1))
-  np.testing.assert_allclose(found['ess'], w.sum() ** 2 / (B * (w**2).sum()), rtol=1e-5)
-  own = importance.effective_sample_size(d.log_ratio, valid)
+  assert found['count'] == B - 1
+  np.testing.assert_allclose(found['ess'], w.sum() ** 2 / ((B - 1) * (w**2).sum()), rtol=1e-5)
+  own = ratios.effective_sample_size(d.log_ratio, valid)
   np.testing.assert_allclose(found['ess'], own, rtol=1e-6)
   np.testing.assert_allclose(found['chi2'], (w**2).mean() - 1, rtol=1e-4)
   against(found['log_weight'], x.sum(-1))
@@ -220,6 +226,41 @@ def test_sequences_against_float64_and_by_hand():
   assert found.cancellation.count == 2
   np.testing.assert_allclose(found.cancellation.mean, 0.5, atol=1e-6)
   np.testing.assert_allclose(found.chi2, (1 + 16 + 1) / 3 - 1, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_segments_of_a_trajectory_are_one_sequence():
+  # Ids 7, -2, 7, and a row without tokens: W = 2 * 1/2 and 3, in either order of the rows.
+  x = jnp.log(jnp.array([[2.0, 9.0], [1.5, 2.0], [0.5, 9.0], [9.0, 9.0]]))
+  valid = jnp.array([[True, False], [True, True], [True, False], [False, False]])
+  ids = jnp.array([7, -2, 7, 5])
+  for rows in ([0, 1, 2, 3], [3, 2, 1, 0]):
+    found = measurements.sequences(x[jnp.array(rows)], valid[jnp.array(rows)], ids[jnp.array(rows)])
+    assert found.count == 2 and found.missing == 0
+    np.testing.assert_allclose(found.ess, 16 / (2 * 10), rtol=1e-6)
+    np.testing.assert_allclose(found.chi2, (1 + 9) / 2 - 1, rtol=1e-6)
+    # 2 and 1/2 cancel altogether, 1.5 and 2 not at all.
+    np.testing.assert_allclose(found.cancellation.mean, 0.5, atol=1e-6)
+  lost = measurements.sequences(x.at[2, 0].set(jnp.nan), valid, ids)
+  assert lost.count == 1 and lost.missing == 1 and lost.ess == 1
+
+
+@pytest.mark.slow
+def test_half_precision_is_raised_first():
+  d, valid, logp, advantage = batch()
+  half = lambda x: x.astype(jnp.bfloat16)
+  stored = jax.tree.map(half, (d, logp))
+  want = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
+  run = lambda d, logp: measurements.plain(measure(d, valid, policy_logp=logp, advantage=advantage))
+  jax.tree.map(np.testing.assert_array_equal, run(*stored), run(*want))
+  for names in (metric_names.verl, metric_names.trl, metric_names.tunix):
+    low, high = (names(p, p - d.log_ratio, valid) for d, p in (stored, want))
+    for name, x in low.items():
+      assert x.dtype == jnp.float32, name
+  # 301 equal tokens: a sum in bfloat16 stops at 256.
+  p = jnp.full((1, 301), -1.0, jnp.bfloat16)
+  found = metric_names.tunix(p, p - 1, jnp.ones(p.shape, bool))
+  np.testing.assert_allclose(found['sampler_trainer/logp_diff_mean'], 1, rtol=1e-6)
 
 
 def test_sequences_with_infinite_and_missing_weights():
@@ -292,6 +333,7 @@ def test_names_of_other_systems_by_hand():
 # Routers.
 
 
+@pytest.mark.slow
 def test_flips_margins_and_load_by_hand():
   # Two tokens, two layers, two of four experts each; the third token is not fed.
   routes = jnp.array([[[[0, 1], [2, 3]], [[0, 1], [0, 2]], [[0, 1], [0, 1]]]])

@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import attention, judgement, method, policy, sharding, update
+from trm_jax import policy
+from trm_jax.mesh import sharding
+from trm_jax.policy import attention
+from trm_jax.training import judgement, update
+from trm_jax.training.words import MethodWords
 from trm_jax.types import Rollout
 
 DENSE = policy.PolicyConfig(
@@ -65,7 +69,7 @@ LIMIT = 1.7
 @functools.cache
 def program(name, parts):
   settings = update.Settings(
-    methods=(method.Method(max_kl=LIMIT),),
+    methods=(MethodWords(max_kl=LIMIT).make(),),
     policy=CONFIGS[name],
     samples=G,
     temperature=1.0,
@@ -118,6 +122,7 @@ def close(got, want):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name, mesh, parts',
   [('moe', (2, 4), 2)]

@@ -1,16 +1,22 @@
 """Methods: which surrogate, anchor, weight and mask an arm is made of, and what it refuses."""
 
 import dataclasses
-import functools
 import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import method as mt
-from trm_jax import trust_region
+from trm_jax import masks, objectives
+from trm_jax.masks import controls
+from trm_jax.training.words import MethodWords
 from trm_jax.types import Divergences, InputError
 
 G, B, T = 4, 8, 5
@@ -22,7 +28,7 @@ def scored(seed=0):
   rollout, recomputed, version = (logp + rng.normal(0, s, (B, T)) for s in (0.5, 0.2, 0.3))
   lengths = rng.integers(1, T + 1, B)
   f32 = lambda x: jnp.asarray(x, jnp.float32)
-  return mt.Scored(
+  return objectives.Scored(
     logp=f32(logp),
     rollout_logp=f32(rollout),
     recomputed_logp=f32(recomputed),
@@ -33,6 +39,7 @@ def scored(seed=0):
       log_ratio=f32(logp - rollout),
       entropy=f32(np.ones((B, T))),
       chi2=f32(rng.exponential(0.2, (B, T))),
+      square=f32(rng.uniform(0.1, 0.9, (B, T))),
     ),
     usable=jnp.ones(B, bool),
     valid=jnp.asarray(np.arange(T)[None] < lengths[:, None]),
@@ -42,7 +49,9 @@ def scored(seed=0):
 
 
 def objective(method, s, limit=1.0):
-  return mt.objective(method, s, samples=G, limit=jnp.float32(limit), key=jax.random.key(3))
+  return objectives.objective(
+    method.make(), s, samples=G, limit=jnp.float32(limit), key=jax.random.key(3)
+  )
 
 
 def expected(method, s, kept):
@@ -87,7 +96,7 @@ MASKS = [dict(), dict(max_kl=0.25), dict(max_kl=0.25, mean_kl=0.13), dict(max_tv
 
 @pytest.mark.parametrize('choice, mask', list(itertools.product(CHOICES, MASKS)))
 def test_any_surrogate_goes_with_any_mask(choice, mask):
-  s, method = scored(), mt.Method(**choice, **mask)
+  s, method = scored(), MethodWords(**choice, **mask)
   mean, kept, _ = objective(method, s)
   kl, tv = np.asarray(s.divergences.kl), np.asarray(s.divergences.tv)
   valid, lr = np.asarray(s.valid), np.asarray(s.divergences.log_ratio)
@@ -107,7 +116,7 @@ def test_any_surrogate_goes_with_any_mask(choice, mask):
 
 
 def test_gradient_reaches_logp_alone_and_rejected_rows_get_none():
-  s, method = scored(), mt.Method(surrogate='decoupled', anchor='version', max_kl=0.25)
+  s, method = scored(), MethodWords(surrogate='decoupled', anchor='version', max_kl=0.25)
   floats = ('logp', 'rollout_logp', 'recomputed_logp', 'version_logp', 'reward')
 
   def total(values):
@@ -124,17 +133,23 @@ def test_gradient_reaches_logp_alone_and_rejected_rows_get_none():
 
 def test_random_mask_keeps_as_many_rows_as_the_trust_region():
   s = scored()
-  kept = np.asarray(objective(mt.Method(max_kl=0.25), s)[1])
+  kept = np.asarray(objective(MethodWords(max_kl=0.25), s)[1])
   for key in range(5):
-    chosen = mt.keep(
-      mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1), key=jax.random.key(key)
+    chosen = objectives.keep(
+      MethodWords(max_kl=0.25, random_mask=True).make(),
+      s,
+      limit=jnp.float32(1),
+      key=jax.random.key(key),
     )
     assert chosen.sum() == kept.sum()
   differs = [
     (
       np.asarray(
-        mt.keep(
-          mt.Method(max_kl=0.25, random_mask=True), s, limit=jnp.float32(1), key=jax.random.key(k)
+        objectives.keep(
+          MethodWords(max_kl=0.25, random_mask=True).make(),
+          s,
+          limit=jnp.float32(1),
+          key=jax.random.key(k),
         )
       )
       != kept
@@ -145,27 +160,29 @@ def test_random_mask_keeps_as_many_rows_as_the_trust_region():
 
 
 def test_length_matched_mask_keeps_as_many_rows_of_each_length(monkeypatch):
-  monkeypatch.setattr(trust_region, 'FEWEST', 1)  # lengths of one row each may stay alone
+  monkeypatch.setattr(controls, 'SMALLEST_BLOCK', 1)  # lengths of one row each may stay alone
   s = scored()
-  kept = np.asarray(objective(mt.Method(max_kl=0.25), s)[1])
-  method = mt.Method(max_kl=0.25, random_mask=True, match_length=True)
+  kept = np.asarray(objective(MethodWords(max_kl=0.25), s)[1])
+  method = MethodWords(max_kl=0.25, random_mask=True, match_length=True)
   lengths = np.asarray(s.valid.sum(-1))
   for key in range(5):
-    chosen = np.asarray(mt.keep(method, s, limit=jnp.float32(1), key=jax.random.key(key)))
+    chosen = np.asarray(
+      objectives.keep(method.make(), s, limit=jnp.float32(1), key=jax.random.key(key))
+    )
     for n in set(lengths):
       assert chosen[lengths == n].sum() == kept[lengths == n].sum()
 
 
 def test_followed_limit_replaces_the_configured_one():
   s = scored()
-  method = mt.Method(max_kl=5.0, accept=0.5)
+  method = MethodWords(max_kl=5.0, accept=0.5)
   assert objective(method, s, limit=5.0)[1].all()
   assert not objective(method, s, limit=1e-4)[1].any()
 
 
 def test_unusable_rows_are_never_kept():
   s = dataclasses.replace(scored(), usable=jnp.arange(B) != 2)
-  for method in (mt.Method(), mt.Method(max_kl=100.0, random_mask=True)):
+  for method in (MethodWords(), MethodWords(max_kl=100.0, random_mask=True)):
     assert not objective(method, s)[1][2]
 
 
@@ -173,13 +190,13 @@ def test_unusable_rows_are_never_kept():
 @pytest.mark.parametrize('scope', ['sequence', 'prefix'])
 def test_the_control_chooses_among_usable_rows(scope, options):
   s = dataclasses.replace(scored(), usable=jnp.asarray(np.arange(B) % 3 > 0))
-  method = mt.Method(max_kl=0.25, scope=scope)
+  method = MethodWords(max_kl=0.25, scope=scope)
   control = dataclasses.replace(method, random_mask=True, **options)
   count = lambda kept: kept.sum() if scope == 'sequence' else kept.any(-1).sum()
   want = count(objective(method, s)[1])
   assert 0 < want < s.usable.sum()
   keys = jax.random.split(jax.random.key(0), 20)
-  draw = jax.vmap(lambda key: mt.keep(control, s, limit=jnp.float32(1), key=key))
+  draw = jax.vmap(lambda key: objectives.keep(control.make(), s, limit=jnp.float32(1), key=key))
   kept = np.asarray(draw(keys))
   assert [count(k) for k in kept] == [want] * 20
   assert not kept[:, ~np.asarray(s.usable)].any() and kept[:, np.asarray(s.usable)].any(0).all()
@@ -196,8 +213,8 @@ def test_baseline_pool_sees_the_mask():
     valid=jnp.ones((B, T), bool),
   )
   centred = dict(max_kl=1.0, advantage='centred')
-  every = objective(mt.Method(**centred), s)[2]
-  accepted = objective(mt.Method(**centred, baseline_pool='accepted'), s)[2]
+  every = objective(MethodWords(**centred), s)[2]
+  accepted = objective(MethodWords(**centred, baseline_pool='accepted'), s)[2]
   np.testing.assert_allclose(every[:4], [0.75, -0.25, -0.25, -0.25])
   np.testing.assert_allclose(accepted[1:4], 0)
 
@@ -205,9 +222,11 @@ def test_baseline_pool_sees_the_mask():
 def test_penalty_scope_and_denominator():
   kl, valid = jnp.ones((4, 3)), jnp.ones((4, 3), bool)
   kept = jnp.array([True, False, False, True])
-  every = mt.penalty(mt.Method(), kl, valid, kept)
-  only = mt.penalty(mt.Method(kl_scope='kept'), kl, valid, kept)
-  by_kept = mt.penalty(mt.Method(kl_scope='kept', normalize_by='accepted'), kl, valid, kept)
+  every = objectives.penalty(MethodWords().make(), kl, valid, kept)
+  only = objectives.penalty(MethodWords(kl_scope='kept').make(), kl, valid, kept)
+  by_kept = objectives.penalty(
+    MethodWords(kl_scope='kept', normalize_by='accepted').make(), kl, valid, kept
+  )
   assert (every.total, every.count) == (12, 4)
   assert (only.total, only.count) == (6, 4)
   assert (by_kept.total, by_kept.count) == (6, 2)
@@ -219,17 +238,15 @@ def test_penalty_scope_and_denominator():
 def test_length_limits_are_those_of_the_trust_region(name, limit):
   s, weights = scored(), dict(epsilon=0.15, delta=0.08)
   options = {f'length_neutral_{k}': v for k, v in weights.items()}
-  kept = objective(mt.Method(**{name: limit}, **options), s)[1]
-  criterion = functools.partial(getattr(trust_region, name), limit=limit)
-  if name == 'length_neutral':
-    criterion = functools.partial(criterion, **weights)
+  kept = objective(MethodWords(**{name: limit}, **options), s)[1]
+  criterion = masks.CRITERIA[name](limit, **(weights if name == 'length_neutral' else {}))
   np.testing.assert_array_equal(kept, criterion(s.divergences, s.valid))
   assert 0 < kept.sum() < B
   # Beside another limit, both must hold; at the same rate, the control keeps as many.
-  both = objective(mt.Method(**{name: limit}, **options, max_kl=0.25), s)[1]
+  both = objective(MethodWords(**{name: limit}, **options, max_kl=0.25), s)[1]
   largest = np.where(s.valid, s.divergences.kl, 0).max(-1)
   np.testing.assert_array_equal(both, np.asarray(kept) & (largest <= 0.25))
-  control = objective(mt.Method(**{name: limit}, **options, random_mask=True), s)[1]
+  control = objective(MethodWords(**{name: limit}, **options, random_mask=True), s)[1]
   assert control.sum() == kept.sum()
 
 
@@ -237,12 +254,12 @@ def test_a_budget_needs_exact_chi2():
   s = scored()
   core = dataclasses.replace(s, divergences=dataclasses.replace(s.divergences, chi2=None))
   with pytest.raises(InputError, match='full=True'):
-    objective(mt.Method(chi2_budget=1.0), core)
-  assert objective(mt.Method(max_kl=100.0), core)[1].all()
+    objective(MethodWords(chi2_budget=1.0), core)
+  assert objective(MethodWords(max_kl=100.0), core)[1].all()
 
 
 def prefix(**setting):
-  return mt.Method(scope='prefix', advantage='centred', **setting)
+  return MethodWords(scope='prefix', advantage='centred', **setting)
 
 
 def test_prefix_by_hand():
@@ -267,7 +284,7 @@ def test_prefix_by_hand():
   pooled = objective(prefix(max_kl=0.2, baseline_pool='accepted'), s)[2]
   np.testing.assert_allclose(pooled[:3], [1 / 3, -2 / 3, 1 / 3], rtol=1e-6)
   every, only = (
-    mt.penalty(prefix(max_kl=0.2, kl_scope=scope), jnp.ones((4, 3)), s.valid, kept)
+    objectives.penalty(prefix(max_kl=0.2, kl_scope=scope).make(), jnp.ones((4, 3)), s.valid, kept)
     for scope in ('all', 'kept')
   )
   assert (every.total, only.total) == (11, 6)
@@ -290,7 +307,7 @@ def test_prefixes_end_at_the_first_context_outside(limits):
   part = kept[valid]
   assert 0 < part.sum() < part.size and (kept.any(-1) & ~kept.all(-1)).any()
   # Rows kept whole are those of the sequence criterion.
-  whole = objective(mt.Method(**limits), s)[1]
+  whole = objective(MethodWords(**limits), s)[1]
   np.testing.assert_array_equal(got.all(-1), whole)
 
   def total(logp, spoil=0.0):
@@ -310,7 +327,10 @@ def test_a_prefix_of_identical_policies_is_everything():
   s = scored()
   same = jax.tree.map(jnp.zeros_like, s.divergences)
   s = dataclasses.replace(s, divergences=same)
-  masked, free = objective(prefix(max_kl=1e-30), s), objective(mt.Method(advantage='centred'), s)
+  masked, free = (
+    objective(prefix(max_kl=1e-30), s),
+    objective(MethodWords(advantage='centred'), s),
+  )
   assert masked[1].all() and masked[0].total == free[0].total
   unusable = dataclasses.replace(s, usable=jnp.arange(B) != 2)
   np.testing.assert_array_equal(
@@ -358,4 +378,132 @@ def test_the_control_of_prefixes_deals_out_their_ends():
 )
 def test_contradictions_are_named(setting, word):
   with pytest.raises(InputError, match=word):
-    mt.Method(**setting)
+    MethodWords(**setting)
+
+
+# Parts from outside the package.
+
+
+def smallest_ratio(limit):
+  """A veto: no token's ratio below 1 / limit."""
+  lowest = lambda d, valid: masks.max_over_tokens(-d.log_ratio, valid)
+  return masks.Criterion('smallest_ratio', float(np.log(limit)), lowest)
+
+
+def reinforce(s, advantages):
+  """log p * A, without any ratio."""
+  return s.logp * advantages[:, None]
+
+
+REINFORCE = objectives.Named(
+  lambda: objectives.Method(surrogate=reinforce), 'log p A', 'token', 'Williams 1992'
+)
+
+
+def test_a_criterion_from_outside_is_one_function():
+  s = scored()
+  method = MethodWords(criteria=('method_test:smallest_ratio=1.5',))
+  kept = objective(method, s)[1]
+  worst = np.where(s.valid, -np.asarray(s.divergences.log_ratio), -np.inf).max(-1)
+  np.testing.assert_array_equal(kept, worst <= np.log(1.5))
+  assert 0 < kept.sum() < B
+
+
+def test_a_method_from_outside_is_one_function_and_one_row():
+  s, words = scored(), MethodWords(name='method_test:REINFORCE', max_kl=0.25, advantage='centred')
+  mean, kept, advantages = objective(words, s)
+  want = np.where(kept[:, None] & s.valid, s.logp * advantages[:, None], 0).sum()
+  np.testing.assert_allclose(mean.total, want, rtol=1e-5)
+  np.testing.assert_array_equal(kept, masks.max_kl(0.25)(s.divergences, s.valid))
+
+
+OUTSIDE = '''
+import jax.numpy as jnp
+from trm_jax import objectives
+from trm_jax.objectives import clips
+from trm_jax.types import part
+
+
+def halved(scored, advantages, *, share):
+  """Half of the clip at log-ratio 0, and less of it away from there."""
+  d = jnp.where(scored.valid, scored.logp - scored.anchor_logp('rollout'), 0)
+  return share * jnp.exp(-jnp.square(d)) * clips.reinforce(scored, advantages)
+
+
+MINE = objectives.Named(
+  lambda: objectives.Method(surrogate=part(halved, share=0.5)), 'A log p / 2', 'token', 'nobody'
+)
+'''
+
+
+@pytest.mark.slow
+def test_a_method_from_outside_is_trained_from_the_command_line(tmp_path):
+  (tmp_path / 'outside.py').write_text(OUTSIDE)
+  words = (
+    '--method.name outside:MINE --method.max-kl 0.5 --steps 2 --prompts 4 --samples 2'
+    ' --eval-prompts 8 --warm-start.steps 2 --warm-start.batch 8 --policy.width 16'
+    ' --policy.layers 1 --policy.mlp-width 16 --policy.heads 2 --policy.kv-heads 2'
+    ' --policy.experts 0'
+  ).split()
+  root = pathlib.Path(__file__).parent.parent
+  run = subprocess.run(
+    [sys.executable, '-m', 'experiments.train_policy', '--directory', str(tmp_path / 'run')]
+    + ['--data-dir', str(tmp_path / 'data'), *words],
+    cwd=root,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(tmp_path)},
+    capture_output=True,
+    text=True,
+  )
+  assert run.returncode == 0, run.stderr[-2000:]
+  rows = (tmp_path / 'run' / 'rl' / 'metrics.jsonl').read_text().splitlines()
+  seen = [json.loads(row) for row in rows]
+  assert [math.isfinite(x['loss']) for x in seen if 'loss' in x] == [True] * 2
+
+
+@pytest.mark.parametrize('name', objectives.METHODS)
+def test_every_named_method_runs_and_is_the_plain_loss_for_equal_policies(name):
+  s = scored()
+  logp = s.rollout_logp
+  zero = jax.tree.map(jnp.zeros_like, s.divergences)
+  same = dict(logp=logp, recomputed_logp=logp, version_logp=logp, divergences=zero)
+  s = dataclasses.replace(s, **same)
+  mean, kept, _ = objective(MethodWords(name=name), s)
+  method = MethodWords(name=name).make()
+  switches = ('advantage', 'reduce_tokens', 'normalize_by')
+  plain = objectives.Method(**{field: getattr(method, field) for field in switches})
+  value = lambda method, logp: objectives.objective(
+    method,
+    dataclasses.replace(s, logp=logp),
+    samples=G,
+    limit=jnp.float32(1),
+    key=jax.random.key(3),
+  )[0]
+  want = value(plain, s.logp)
+  assert name in objectives.methods()
+  assert kept.all() and mean.count == want.count
+  if name == 'clip_cov':  # drops tokens for the sake of entropy, whatever the policies are
+    method = dataclasses.replace(method, gates=())
+    mean = value(method, s.logp)
+  if name != 'sapo':  # 2 A / tau: equal in its gradient alone
+    assert mean.total == want.total
+  slope, plain_slope = (
+    jax.grad(lambda logp, m=m: value(m, logp).total)(s.logp) for m in (method, plain)
+  )
+  np.testing.assert_allclose(slope.sum(-1), plain_slope.sum(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'setting, word',
+  [
+    (dict(name='nothing'), "method.name='nothing' is not one of ratio"),
+    (dict(name='method_test:NOTHING'), 'cannot be found'),
+    (dict(name='method_test:B'), 'is a int'),
+    (dict(name='tis', surrogate='clip'), 'both say what the objective is'),
+    (dict(criteria=('method_test:smallest_ratio',)), 'not of the form module:function=LIMIT'),
+    (dict(criteria=('method_test:smallest_ratio=x',)), 'not of the form module:function=LIMIT'),
+    (dict(criteria=('method_test:nothing=1',)), 'cannot be found'),
+  ],
+)
+def test_words_that_mean_nothing_are_refused(setting, word):
+  with pytest.raises(InputError, match=word):
+    MethodWords(**setting)

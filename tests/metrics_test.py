@@ -8,10 +8,11 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis.extra.numpy import arrays
 
-from trm_jax import metrics
-from trm_jax.method import Scored
+from trm_jax.measurements import distributions, metrics
+from trm_jax.objectives.method import Scored
 from trm_jax.types import Divergences
 
 B, T = 12, 6
@@ -49,6 +50,7 @@ def case(seed=0):
   )
 
 
+@pytest.mark.slow
 def test_against_numpy():
   scored, keep, a = case()
   got = summarise(scored, keep, jnp.zeros((B, T), bool))
@@ -84,7 +86,7 @@ def test_against_numpy():
 
 
 LEVELS = np.array([0, 0.25, 0.5, 0.9, 1], np.float32)
-quantiles = jax.jit(metrics.quantiles)
+quantiles = jax.jit(distributions.quantiles)
 
 
 @hypothesis.given(
@@ -123,6 +125,59 @@ def test_acceptance_by_length_quartile_by_hand():
   keep = jnp.array([True, False, True, True, False, False, True, True])
   got = metrics.by_length_quartile(keep, jnp.arange(1, 9))
   assert [float(got[f'acceptance/length_q{i}']) for i in range(1, 5)] == [0.5, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.slow
+def test_rows_without_tokens_do_not_exist():
+  """Two empty rows more, of any reward, engine and mask, change no number but that of none."""
+  scored, keep, _ = case()
+  pad = lambda x, value: jnp.concatenate([x, jnp.full((2, *x.shape[1:]), value, x.dtype)])
+  more = jax.tree.map(lambda x: pad(x, 1), scored)
+  more = dataclasses.replace(more, valid=pad(scored.valid, False), reward=pad(scored.reward, 7))
+  none = lambda s: jnp.zeros(s.valid.shape, bool)
+  per_token = jnp.asarray(np.random.default_rng(1).random((B, T)) < 0.7)
+  for mask in (keep, per_token):
+    want = summarise(scored, mask, none(scored))
+    for value in (False, True):
+      got = summarise(more, pad(mask, value), none(more))
+      for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
+
+
+def test_segments_of_a_trajectory_have_one_weight():
+  scored, _, a = case()
+  ids = jnp.arange(B) // 2 * 100
+  every = jnp.ones(B, bool)
+  got = summarise(scored, every, jnp.zeros((B, T), bool), trajectory=ids)['ess']
+  w = np.exp(np.where(a['valid'], a['log_ratio'], 0).sum(-1).reshape(-1, 2).sum(-1))
+  np.testing.assert_allclose(got, w.sum() ** 2 / (len(w) * (w**2).sum()), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_capped_ratios_are_counted():
+  scored, keep, a = case()
+  kept, rejected = (int(np.flatnonzero(k)[0]) for k in (a['keep'], ~a['keep']))
+  none = jnp.zeros((B, T), bool)
+  plain = summarise(scored, keep, none)
+  assert plain['ratio/capped'] == 0
+  token = a['valid'] & a['keep'][:, None]
+  np.testing.assert_allclose(
+    plain['log_ratio/largest'], abs(a['log_ratio'])[token].max(), rtol=1e-6
+  )
+
+  def at(row, value):
+    d = scored.divergences
+    d = dataclasses.replace(d, log_ratio=d.log_ratio.at[row, 0].set(value))
+    return summarise(dataclasses.replace(scored, divergences=d), keep, none)
+
+  for value in (58.0, -58.0, jnp.inf):
+    got = at(kept, value)
+    np.testing.assert_allclose(got['ratio/capped'], 1 / token.sum(), rtol=1e-6)
+    assert got['log_ratio/largest'] == abs(value)
+  assert at(kept, 19.0)['ratio/capped'] == 0
+  assert at(rejected, 58.0)['ratio/capped'] == 0
+  lost = summarise(scored, keep & False, none)
+  assert np.isnan(lost['ratio/capped']) and np.isnan(lost['log_ratio/largest'])
 
 
 def test_nothing_to_average_is_nan_and_violations_are_counted():

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from asked import asked
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import attention, divergences, policy, sampling, sharding, types
+from trm_jax import divergences, policy, types
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import (
   decoding,
   fleet,
@@ -21,6 +23,9 @@ from trm_jax.mismatch import (
   routing,
   staleness,
 )
+from trm_jax.policy import attention
+from trm_jax.rollouts import sampling, scoring
+from trm_jax.rollouts.sampling import Request
 
 V, PAD, EOS = 12, 0, 1
 PROMPTS, SAMPLES, WIDTH, LENGTH, VERSION = 8, 3, 4, 3, 7
@@ -77,19 +82,10 @@ def past():
 
 def roll(team, params, first, history, prompts, start, strength=1.0, **options):
   options = {'samples': SAMPLES, 'length': LENGTH, 'eos': EOS, 'pad': PAD} | options
-  return fleet.generate(
-    team,
-    params,
-    CONFIG,
-    prompts,
-    start,
-    KEY,
-    version=jnp.int32(VERSION),
-    first=first,
-    history=history,
-    strength=strength,
-    **options,
-  )
+  request, record, rest = asked(**options)
+  versions = dict(version=jnp.int32(VERSION), first=first, history=history, strength=strength)
+  text = prompts, start
+  return fleet.generate(team, params, CONFIG, *text, KEY, request, record, **versions, **rest)
 
 
 @functools.cache
@@ -157,6 +153,7 @@ def test_rounding_keeps_the_compute_dtype():
   assert np.isfinite(precision.round_to(jnp.full(1, 1e6, jnp.bfloat16), 'float16')).all()
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_and_scales_are_not():
   params = jax.tree.map(lambda p: p * 1.01, parameters())
   low = precision.Precision(weights='float8_e5m2')
@@ -178,10 +175,10 @@ def test_weights_are_rounded_and_scales_are_not():
 
 def test_precision_hooks():
   x = jnp.array([1.2345, -0.777], jnp.float32)
-  hooks = precision.hooks(precision.Precision(activations='float8_e5m2'), jnp.float32(1))
+  hooks = precision.rounding_hooks(precision.Precision(activations='float8_e5m2'), jnp.float32(1))
   assert hooks.kv is None and hooks.router is None
   np.testing.assert_array_equal(hooks.activation(x), precision.round_to(x, 'float8_e5m2'))
-  hooks = precision.hooks(precision.Precision(kv='bfloat16'), jnp.float32(0))
+  hooks = precision.rounding_hooks(precision.Precision(kv='bfloat16'), jnp.float32(0))
   assert hooks.activation is None
   np.testing.assert_array_equal(hooks.kv(x), x)
 
@@ -214,6 +211,7 @@ def test_any_exponent_and_mantissa(name, same):
   )
 
 
+@pytest.mark.slow
 def test_int8_has_255_levels():
   w = np.random.default_rng(0).normal(size=(3, 40, 6)).astype(np.float32)
   w[1, 2] = 0
@@ -237,6 +235,7 @@ def test_int8_has_255_levels():
   np.testing.assert_array_equal(rounded['gate'], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', [*precision.FORMATS, 'e4m3', 'int8'])
 def test_stochastic_rounding_keeps_the_mean(name):
   rng = np.random.default_rng(0)
@@ -261,21 +260,23 @@ def test_stochastic_rounding_keeps_the_mean(name):
   assert np.isnan(far[1]) and (name == 'int8' or np.isfinite(far[0]))
 
 
+@pytest.mark.slow
 def test_dithered_probabilities_draw_apart_from_spikes():
   keys = jax.random.split(jax.random.key(0), (1000, 1))
   scores = jnp.broadcast_to(jnp.array([0.0, 0.2]), (1000, 1, 2))
-  spiky = heavy_tail.hooks(heavy_tail.HeavyTail(spikes=0.5))
+  spiky = heavy_tail.shift_hooks(heavy_tail.HeavyTail(spikes=0.5))
   spiked = np.asarray(spiky.logits(scores, keys) != scores).any((1, 2))
   low = precision.Precision(softmax='e4m1', rounding='stochastic')
-  y = np.asarray(precision.hooks(low).logits(scores, keys))[:, 0]
+  y = np.asarray(precision.rounding_hooks(low).logits(scores, keys))[:, 0]
   up = y > y.min(0)
   # Standard error .03.
   np.testing.assert_allclose(up[spiked].mean(0), up[~spiked].mean(0), atol=0.15)
 
 
+@pytest.mark.slow
 def test_stochastic_hooks_draw_from_their_token_and_layer():
   low = precision.Precision(activations='e8m3', kv='e8m3', logits='e8m3', rounding='stochastic')
-  hooks = precision.hooks(low)
+  hooks = precision.rounding_hooks(low)
   assert hooks.keyed and hooks.activation is None and hooks.kv is None
   keys = jax.random.split(jax.random.key(0), (2, 30))
   x = jnp.broadcast_to(jnp.linspace(1, 2, 50)[None, None], (2, 30, 50))
@@ -298,11 +299,12 @@ def test_stochastic_hooks_draw_from_their_token_and_layer():
   equal(draw(0), draw(0))
 
 
+@pytest.mark.slow
 def test_scores_and_probabilities_are_rounded_apart():
   scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, 50, 40)).astype(np.float32) * 3)
 
   def kl(temperature=1.0, **formats):
-    hooks = precision.hooks(precision.Precision(**formats), temperature=temperature)
+    hooks = precision.rounding_hooks(precision.Precision(**formats), temperature=temperature)
     out = hooks.logits(scores, None)
     return out, float(divergences.kl(scores, out, temperature=temperature).mean())
 
@@ -317,12 +319,15 @@ def test_scores_and_probabilities_are_rounded_apart():
     assert 0 < found < kl(temperature, softmax='float8_e4m3fn')[1]
   assert (kl(softmax='float8_e4m3fn')[0] == -jnp.inf).any()  # small probabilities vanish
   both = precision.Precision(logits='bfloat16', softmax='float16')
-  np.testing.assert_array_equal(precision.hooks(both, jnp.float32(0)).logits(scores, None), scores)
+  off = precision.rounding_hooks(both, jnp.float32(0)).logits(scores, None)
+  np.testing.assert_array_equal(off, scores)
   # Where all would vanish, rounding is left out.
-  flat = precision.hooks(precision.Precision(softmax='e3m3')).logits(jnp.zeros((1, 1, 4000)), None)
+  coarse = precision.rounding_hooks(precision.Precision(softmax='e3m3'))
+  flat = coarse.logits(jnp.zeros((1, 1, 4000)), None)
   assert jnp.isfinite(flat).all()
 
 
+@pytest.mark.slow
 def test_the_softmax_of_attention_in_fewer_bits():
   rng = np.random.default_rng(0)
   q, k, v = (rng.normal(size=(2, 9, n, 4)).astype(np.float32) * 2 for n in (4, 2, 2))
@@ -358,12 +363,13 @@ def test_the_softmax_of_attention_in_fewer_bits():
   assert precision.attention(precision.Precision(), attention.plain) is attention.plain
 
 
+@pytest.mark.slow
 def test_kl_grows_as_bits_are_dropped():
   tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (8, 6)).astype(np.int32))
   ladder = ('e8m7', 'e8m2')
 
   def scores(params, **formats):
-    hooks = precision.hooks(precision.Precision(**formats))
+    hooks = precision.rounding_hooks(precision.Precision(**formats))
     start = jnp.zeros(8, jnp.int32)
     attend = precision.attention(precision.Precision(**formats), attention.plain)
     shared = dict(start=start, hooks=hooks, attention=attend)
@@ -423,7 +429,7 @@ def test_flip_rate_by_hand():
 def disturber(jitter, rate):
   def run(layer, strength):
     keys = jax.random.split(jax.random.key(2), (60, 50))
-    hook = routing.hook(routing.Routing(jitter=jitter, rate=rate), strength)
+    hook = routing.router_hook(routing.Routing(jitter=jitter, rate=rate), strength)
     return hook(jnp.zeros((60, 50, 4)), layer, keys)
 
   return jax.jit(run)
@@ -456,6 +462,7 @@ def test_rate_is_the_share_of_disturbed_tokens_and_jitter_their_deviation(rate):
   np.testing.assert_allclose(half, by_layer[0] / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_flips_grow_with_jitter():
   tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (16, 20)).astype(np.int32))
   keys = jax.random.split(jax.random.key(2), (16, 20))
@@ -464,7 +471,7 @@ def test_flips_grow_with_jitter():
 
   @jax.jit
   def passed(strength):
-    hooks = routing.hooks(source, strength)
+    hooks = routing.routing_hooks(source, strength)
     start = jnp.zeros(16, jnp.int32)
     _, _, aux = policy.apply(
       parameters(), CONFIG, tokens, start=start, noise_keys=keys, hooks=hooks
@@ -477,7 +484,7 @@ def test_flips_grow_with_jitter():
     routes = passed(strength)[1]
     rates.append(float(routing.flip_rate(routes, clean, everything)[0]))
     # Flips exactly where the top-k of the disturbed scores says so, and at no wide margin.
-    again = routing.hook(source, strength)(scores[:, :, 0], jnp.int32(0), keys)
+    again = routing.router_hook(source, strength)(scores[:, :, 0], jnp.int32(0), keys)
     np.testing.assert_array_equal(routes[:, :, 0, 0], again.argmax(-1))
     ranked = np.sort(np.asarray(scores[:, :, 0]), -1)
     wide = ranked[..., -1] - ranked[..., -2] >= 2 * strength
@@ -487,6 +494,7 @@ def test_flips_grow_with_jitter():
   assert abs(rates[-1] - 3 / 4) < 0.1  # pure noise picks any of 4 experts
 
 
+@pytest.mark.slow
 def test_forced_flips_hit_their_rate():
   probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(0), (50, 60, 6)))
   probabilities = probabilities.at[0].set(1 / 6)  # ties
@@ -495,7 +503,7 @@ def test_forced_flips_hit_their_rate():
   own = jnp.asarray(ranked[..., :2])
 
   def flips(rates, layer, strength=1.0):
-    hook = routing.hooks(routing.Routing(flips=rates), strength).routes
+    hook = routing.routing_hooks(routing.Routing(flips=rates), strength).routes
     found = np.asarray(hook(probabilities, own, jnp.int32(layer), keys))
     hit = (found != own).any(-1)
     np.testing.assert_array_equal(found[hit], ranked[hit][:, [0, 2]])  # the runner-up comes in
@@ -518,12 +526,13 @@ def test_forced_flips_hit_their_rate():
 
 def test_low_precision_router():
   scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32))
-  hook = routing.hook(routing.Routing(dtype='bfloat16'), jnp.float32(1))
+  hook = routing.router_hook(routing.Routing(dtype='bfloat16'), jnp.float32(1))
   np.testing.assert_array_equal(hook(scores, 0, None), precision.round_to(scores, 'bfloat16'))
-  off = routing.hook(routing.Routing(dtype='bfloat16'), jnp.float32(0))
+  off = routing.router_hook(routing.Routing(dtype='bfloat16'), jnp.float32(0))
   np.testing.assert_array_equal(off(scores, 0, None), scores)
 
 
+@pytest.mark.slow
 def test_capacity_drops_the_surplus():
   rows, length, experts = 60, 50, 4
   keys = jax.random.split(jax.random.key(2), (rows, length))
@@ -531,7 +540,7 @@ def test_capacity_drops_the_surplus():
   probabilities = jnp.ones((rows, length, experts)) / experts
 
   def kept(routes, capacity, strength=1.0):
-    source = routing.hooks(routing.Routing(capacity=capacity), strength)
+    source = routing.routing_hooks(routing.Routing(capacity=capacity), strength)
     assert source.keyed and source.gates is None
     hooks = source.bind(policy.Hooks(), 0, keys, real)
     weights = jnp.full(routes.shape, 0.5)
@@ -551,6 +560,7 @@ def test_capacity_drops_the_surplus():
   assert near(kept(half, 1.0)[20:, :5], 0.5)
 
 
+@pytest.mark.slow
 def test_replayed_routes_undo_the_mismatch_and_the_router_learns():
   rng = np.random.default_rng(0)
   draw = lambda width: jnp.asarray(rng.integers(2, V, (8, width)).astype(np.int32))
@@ -559,16 +569,16 @@ def test_replayed_routes_undo_the_mismatch_and_the_router_learns():
   text = types.Rollout(
     draw(3), blank, draw(5), valid, None, None, zero, None, 0 * valid, blank, zero[:, 0]
   )
-  engine = routing.hooks(routing.Routing(jitter=0.3, flips=(0.3,)))
+  engine = routing.routing_hooks(routing.Routing(jitter=0.3, flips=(0.3,)))
 
   def trainer(params, hooks):
-    hidden, aux = sampling.score(params, CONFIG, text, hooks=hooks)
+    hidden, aux = scoring.score(params, CONFIG, text, hooks=hooks)
     logits = policy.logits(params, hidden)
     return divergences.logp(logits, text.tokens).sum(), (logits, aux)
 
   @jax.jit
   def compare(params):
-    hidden, rolled = sampling.rescore(params, CONFIG, text, KEY, samples=2, hooks=engine)
+    hidden, rolled = scoring.rescore(params, CONFIG, text, KEY, samples=2, hooks=engine)
     rollout_logits = policy.logits(params, hidden)
     learns = jax.grad(trainer, has_aux=True)
     ids, both = (
@@ -622,7 +632,7 @@ def test_impossible_routing(dials, config, match):
 
 
 def test_no_jitter_no_hook():
-  assert routing.hook(routing.Routing(), jnp.float32(1)) is None
+  assert routing.router_hook(routing.Routing(), jnp.float32(1)) is None
   for bad in (-1.0, float('nan')):
     with pytest.raises(types.InputError, match=f'routing.jitter={bad}'):
       routing.Routing(jitter=bad)
@@ -689,7 +699,11 @@ def test_staleness_errors():
 
 
 @pytest.mark.parametrize(
-  'name', [pytest.param(n, marks=[pytest.mark.slow] * (n == 'all')) for n in ENGINES]
+  'name',
+  [
+    pytest.param(n, marks=[pytest.mark.slow] * (n in ('all', 'precision', 'routing')))
+    for n in ENGINES
+  ],
 )
 def test_strength_zero_is_bit_identical_to_no_mismatch(name):
   healthy = run(fleet.Fleet())
@@ -708,25 +722,14 @@ def trace(fn):
 
 def test_an_engine_without_mismatch_is_the_bare_sampler():
   def bare(params, text, start):
-    part = sampling.generate(
-      params,
-      CONFIG,
-      text,
-      start,
-      KEY,
-      samples=SAMPLES,
-      length=LENGTH,
-      eos=EOS,
-      pad=PAD,
-      first_sample=0,
-      temperature=1.0,
-    )
+    request = Request(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD)
+    part = sampling.generate(params, CONFIG, text, start, KEY, request)
     version = staleness.reported_version(staleness.Staleness(), jnp.int32(VERSION), LENGTH, 1.0)
     return dataclasses.replace(part, version=part.version + version[None], engine=part.engine + 0)
 
   wrapped = lambda params, text, start: roll(fleet.Fleet(), params, None, None, text, start)
   assert str(trace(wrapped)) == str(trace(bare))
-  assert fleet.hooks(fleet.Engine(), 1.0) == policy.Hooks()
+  assert fleet.engine_hooks(fleet.Engine(), 1.0) == policy.Hooks()
 
 
 @pytest.mark.parametrize('name', ['precision', 'routing', 'stale'])
@@ -736,26 +739,17 @@ def test_only_what_is_configured_is_traced(name):
   text = str(trace(lambda p, t, s: roll(team, p, None, history, t, s)))
   assert ('f8_e5m2' in text) == (name == 'precision')
   assert ('erf_inv' in text) == (name == 'routing')  # normal noise
-  hooks = fleet.hooks(ENGINES[name])
+  hooks = fleet.engine_hooks(ENGINES[name])
   on = [field for field, value in vars(hooks).items() if value is not None]
   assert on == {'precision': ['activation', 'kv'], 'routing': ['router'], 'stale': []}[name]
 
 
+@pytest.mark.slow
 def test_engines_act_as_their_parts():
   """Each source equals the bare sampler run with the disturbed weights or hooks."""
-  bare = jax.jit(
-    lambda params: sampling.generate(
-      params,
-      CONFIG,
-      jnp.asarray(TEXT),
-      jnp.asarray(START),
-      KEY,
-      samples=SAMPLES,
-      length=LENGTH,
-      eos=EOS,
-      pad=PAD,
-    )
-  )
+  text = jnp.asarray(TEXT), jnp.asarray(START)
+  request = Request(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD)
+  bare = jax.jit(lambda params: sampling.generate(params, CONFIG, *text, KEY, request))
   for name, params in (('stale', parameters(2)), ('stuck', parameters(3))):
     got, want = run(TEAMS[name]), bare(params)
     np.testing.assert_array_equal(got.tokens, want.tokens)
@@ -776,10 +770,10 @@ def battery():
     rollout = roll(
       TEAMS['all'], params, first, history, text, start, strength=strengths, score='replay'
     )
-    hidden, _ = sampling.score(params, CONFIG, rollout)
+    hidden, _ = scoring.score(params, CONFIG, rollout)
     logits = policy.logits(params, hidden)
     kl = divergences.kl(logits, rollout.logits)
-    return fields(rollout), kl, sampling.token_logp(logits, rollout.tokens, rollout.valid)
+    return fields(rollout), kl, scoring.token_logp(logits, rollout.tokens, rollout.valid)
 
   return jax.jit(measure)
 
@@ -794,12 +788,14 @@ def measured(history=None, **strengths):
   return rollout, kl.mean(), np.abs(np.nan_to_num(log_ratio, nan=9.0)).mean()
 
 
+@pytest.mark.slow
 def test_all_sources_off_is_the_healthy_engine():
   rollout, kl, log_ratio = measured()
   assert kl == 0 and log_ratio == 0
   equal(rollout, fields(run(fleet.Fleet(), score='replay')))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('source', SOURCES)
 def test_each_source_acts_alone_and_again_the_same(source):
   rollout, kl, log_ratio = measured(**{source: 1})
@@ -814,6 +810,7 @@ def test_each_source_acts_alone_and_again_the_same(source):
   equal(measured(**{source: 1})[0], rollout)
 
 
+@pytest.mark.slow
 def test_sources_compose_and_grow():
   for source, place in (('routing', 1), ('heavy_tail', 1), ('reporting', 2)):
     found = [measured(**{source: s})[place] for s in (0.1, 0.4, 1.0)]
@@ -830,14 +827,14 @@ def test_sources_compose_and_grow():
   assert kl > alone['heavy_tail'] and log_ratio > 0.3
   assert (np.asarray(pair['logits']) == -np.inf).any()
   with pytest.raises(types.InputError, match="strength names 'roting', which is not one of"):
-    fleet.hooks(ENGINES['routing'], {'roting': 0.0})
+    fleet.engine_hooks(ENGINES['routing'], {'roting': 0.0})
 
 
 def test_the_trainer_is_untouched():
   """Its forward pass and gradient are the same program before and after any engine has run."""
 
   def loss(params, rollout):
-    return sampling.policy_logp(params, CONFIG, types.Rollout(**rollout)).sum()
+    return scoring.policy_logp(params, CONFIG, types.Rollout(**rollout)).sum()
 
   rollout = fields(run(fleet.Fleet()))
   before = str(jax.make_jaxpr(jax.grad(loss))(parameters(), rollout))
@@ -865,12 +862,13 @@ TEAM = fleet.Fleet(broken=ENGINES['stuck'], broken_samples=1)
 @functools.cache
 def trainer():
   def full(params, **rollout):
-    hidden, _ = sampling.score(params, CONFIG, types.Rollout(**rollout))
+    hidden, _ = scoring.score(params, CONFIG, types.Rollout(**rollout))
     return policy.logits(params, hidden)
 
   return jax.jit(full)
 
 
+@pytest.mark.slow
 def test_broken_rows_sit_last_in_each_prompt_and_healthy_rows_are_exact():
   rollout = run(TEAM, score='replay')
   np.testing.assert_array_equal(rollout.prompts, TEXT.repeat(SAMPLES, 0))
@@ -894,6 +892,7 @@ def test_broken_rows_sit_last_in_each_prompt_and_healthy_rows_are_exact():
   assert kl[broken][valid[broken]].max() < 1e-9
 
 
+@pytest.mark.slow
 def test_samples_of_both_engines_draw_from_streams_of_their_own():
   """Two engines with the same settings give together what one engine gives alone."""
   engine = ENGINES['routing']
@@ -908,6 +907,7 @@ def test_samples_of_both_engines_draw_from_streams_of_their_own():
       np.testing.assert_allclose(two[name], leaf, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_replay_and_decode_tell_the_same_story():
   decoded = run(MIXED, temperature=1.3, score='decode')
   replayed = run(MIXED, temperature=1.3, score='replay')
@@ -956,7 +956,7 @@ def test_fleet_errors():
 @pytest.mark.parametrize(
   'team, mesh, score',
   [
-    ('mixed', (4, 2), 'decode'),
+    pytest.param('mixed', (4, 2), 'decode', marks=pytest.mark.slow),
     pytest.param('all', (4, 2), 'decode', marks=pytest.mark.slow),
     pytest.param('all', (8, 1), 'replay', marks=pytest.mark.slow),
   ],

@@ -43,6 +43,7 @@ def test_by_hand():
   assert TASK.text(walk(0, [15, 17], 1)) == 'eo0'  # round both edges
 
 
+@pytest.mark.slow
 def test_data_set(tmp_path):
   rows, digest = task_checks.data_set(TASK, tmp_path)
   path, first, laps = rows[:, :-2], rows[:, -2], rows[:, -1] - 19
@@ -55,11 +56,12 @@ def test_data_set(tmp_path):
     assert ends[-1] == row[-2] and len(set(ends)) == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'horizon, shape', [(64, (10, 64)), (128, (19, 127)), (512, (34, 496)), (4096, (274, 4096))]
 )
 def test_horizons(horizon, shape):
-  task = tasks.load(f'trm_jax.tasks.moves_{horizon}')
+  task = tasks.load(f'trm_jax.tasks.moves:MOVES_{horizon}')
   assert (task.prompt_length, task.response_length) == shape
   path = np.random.RandomState(0).randint(15, 19, shape[0] - 2).tolist()
   right = walk(7, path, moves_laps(task))
@@ -98,6 +100,7 @@ def test_demonstrator_is_of_two_minds():
   task_checks.demonstrator_is_of_two_minds(TASK, prompt(4, LIST, 3), right, other, noisy=15)
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
   random = np.random.RandomState(0)
   drawn = [(i, random.randint(15, 19, 2 + i).tolist(), 1 + i % 3) for i in range(task_checks.ROWS)]

@@ -137,7 +137,7 @@ def sequence_truncated(log_ratio, valid, max_ratio):
 
 
 def effective_sample_size(log_ratio, valid):
-  w = np.exp(np.where(valid, f64(log_ratio), 0).sum(-1))
+  w = np.exp(np.where(valid, f64(log_ratio), 0).sum(-1))[np.asarray(valid).any(-1)]
   return w.sum() ** 2 / (len(w) * (w**2).sum())
 
 

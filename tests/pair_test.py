@@ -1,4 +1,4 @@
-"""trm_jax.pair: blocks of a vocabulary add up; large and small arrays agree."""
+"""trm_jax.divergences.passes.pair: blocks of a vocabulary add up; large and small arrays agree."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 
-from trm_jax import blocks, pair
+from trm_jax.divergences.passes import blocks, pair
 
 INF = jnp.inf
 
@@ -27,7 +27,8 @@ def test_sums_by_hand():
   np.testing.assert_allclose(side.entropy, oracles.entropy(np.log([1, 2, 5])), rtol=1e-6)
 
 
-@pytest.mark.parametrize('temperature', [None, 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize('temperature', [pytest.param(None, marks=pytest.mark.slow), 0.7])
 def test_merged_blocks_are_the_whole(temperature):
   x, _ = logits()
   # The third block of the first row has no mass, nor has any block of the last row.
@@ -46,16 +47,17 @@ def test_merged_blocks_are_the_whole(temperature):
   assert got.total[0, 5] == 0 and got.weighted[0, 5] == 0 and got.top[0, 5] == -INF
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('temperature', [None, 1.5])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_stored_intermediates_change_nothing(temperature, dtype):
   policy, rollout = (x.astype(dtype) for x in logits(1))
   args = policy, rollout, temperature
-  plain, kept = (pair.fused(*args, full=True, keep=keep) for keep in (False, True))
+  plain, kept = (pair.fused(*args, full=True, store=store) for store in (False, True))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), kept, plain)
   sides = [pair.side(s, temperature) for s in plain[:2]]
-  for keep in (False, True):
-    given = pair.terms_given(policy, rollout, *sides, temperature, full=True, keep=keep)
+  for store in (False, True):
+    given = pair.terms_given(policy, rollout, *sides, temperature, full=True, store=store)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), given, plain[2])
 
 

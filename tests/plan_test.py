@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import abstract_step, chips, compiled, plan, plan_report, products
-from trm_jax import attention, sharding
+from experiments import plan
+from experiments.reports import plan_report
+from trm_jax.mesh import sharding
+from trm_jax.planning import abstract_step, chips, compiled, products
+from trm_jax.policy import attention
 from trm_jax.types import InputError
 
 GIB = 2**30
@@ -63,6 +66,7 @@ def test_parameter_and_optimizer_bytes_are_those_of_the_hand_count(name, mesh):
   assert total == model.parameters
 
 
+@pytest.mark.slow
 def test_a_plan_on_simulated_devices(tmp_path, capsys):
   file = tmp_path / 'plan.json'
   plan.main(dataclasses.replace(TINY, save=file))

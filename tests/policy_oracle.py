@@ -1,4 +1,4 @@
-"""The decoder once more, in float64 NumPy: what `trm_jax.policy` must compute."""
+"""The decoder once more, in float64 NumPy: what `trm_jax.policy.decoder` must compute."""
 
 import numpy as np
 

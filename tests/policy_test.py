@@ -1,4 +1,4 @@
-"""trm_jax.policy against a float64 decoder, and what its callers rely on."""
+"""trm_jax.policy.decoder against a float64 decoder, and what its callers rely on."""
 
 import dataclasses
 import functools
@@ -11,7 +11,10 @@ import policy_oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import attention, linear_head, policy, sharding, types
+from trm_jax import policy, types
+from trm_jax.divergences import linear_head
+from trm_jax.mesh import sharding
+from trm_jax.policy import attention
 
 V, ROWS, LENGTH = 12, 8, 7
 DENSE = policy.PolicyConfig(
@@ -51,7 +54,24 @@ def compiled(config):
   return jax.jit(lambda params, tokens, start: forward(params, config, tokens, start))
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(
+      n,
+      marks=[pytest.mark.slow]
+      * (
+        n
+        in (
+          'dense',
+          'top-1',
+          'top-2',
+        )
+      ),
+    )
+    for n in CONFIGS
+  ],
+)
 def test_values_equal_a_float64_decoder(name):
   config = CONFIGS[name]
   params = parameters(config)
@@ -69,6 +89,7 @@ def test_values_equal_a_float64_decoder(name):
   np.testing.assert_array_equal(aux.routes[REAL], want[3][REAL])
 
 
+@pytest.mark.slow
 def test_blockwise_attention_in_the_decoder():
   params = parameters(TOP2)
   kernel = functools.partial(attention.blockwise, block=4)
@@ -77,7 +98,7 @@ def test_blockwise_attention_in_the_decoder():
   np.testing.assert_allclose(fn(params, TOKENS, START)[REAL], want[REAL], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
+@pytest.mark.parametrize('name', ['dense', pytest.param('top-2', marks=pytest.mark.slow)])
 def test_the_future_does_not_reach_the_past(name):
   params, run = parameters(CONFIGS[name]), compiled(CONFIGS[name])
   hidden = np.asarray(run(params, TOKENS, START)[0])
@@ -103,6 +124,7 @@ def test_padding_is_irrelevant(name):
   np.testing.assert_allclose(moved[:, 3:], still[:, :4], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cached_pieces_equal_one_pass():
   config = TOP2
   params = parameters(config)
@@ -123,6 +145,7 @@ def test_cached_pieces_equal_one_pass():
   np.testing.assert_array_equal(aux.routes[REAL], want_aux.routes[REAL])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', CONFIGS)
 def test_init_is_a_plain_dict_of_float32_and_pure(name):
   config, key = CONFIGS[name], jax.random.key(3)
@@ -154,6 +177,7 @@ def test_init_is_a_plain_dict_of_float32_and_pure(name):
     assert not any((x[0] == x[1]).any() for x in layers)
 
 
+@pytest.mark.slow
 def test_default_size_and_scale():
   config = policy.PolicyConfig()
   params = jax.jit(policy.init, static_argnums=(1, 2))(jax.random.key(0), config, 16)
@@ -163,6 +187,7 @@ def test_default_size_and_scale():
     np.testing.assert_allclose(kernels[name].std(), fan_in**-0.5, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_jit_equals_eager():
   params = parameters(TOP2)
   eager = forward(params, TOP2, jnp.asarray(TOKENS), jnp.asarray(START))
@@ -201,7 +226,8 @@ def close(got, want, tolerance):
   )
 
 
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [pytest.param('dense', marks=pytest.mark.slow), 'top-2'])
 def test_gradients_equal_differences_of_the_float64_decoder(name):
   config = CONFIGS[name]
   params, (_, grads) = parameters(config), reference(config)
@@ -223,6 +249,7 @@ def test_gradients_equal_differences_of_the_float64_decoder(name):
   assert all((np.abs(g) > 0).any() for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing():
   config = dataclasses.replace(TOP2, remat=True)
   fn = descend(config)
@@ -237,6 +264,7 @@ def test_remat_changes_nothing():
   assert 'remat' not in trace(TOP2) and 'checkpoint' not in trace(TOP2)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_low_and_keeps_float32_borders():
   config = dataclasses.replace(TOP2, dtype='bfloat16')
   params = parameters(TOP2)
@@ -259,6 +287,7 @@ def test_bfloat16_computes_low_and_keeps_float32_borders():
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_float32_parameters():
   config = dataclasses.replace(TOP2, dtype='bfloat16', tied_head=True, remat=True)
   params = {k: v for k, v in parameters(TOP2).items() if k != 'head'}
@@ -293,7 +322,8 @@ def test_bfloat16_trains_float32_parameters():
   assert near @ far / np.linalg.norm(near) / np.linalg.norm(far) > 0.98
 
 
-@pytest.mark.parametrize('compute', ['dense', 'ragged'])
+@pytest.mark.slow
+@pytest.mark.parametrize('compute', [pytest.param('dense', marks=pytest.mark.slow), 'ragged'])
 def test_no_array_grows_with_the_square_of_the_length(compute):
   config = dataclasses.replace(TOP2, layers=6, remat=True, expert_compute=compute)
   params = policy.shapes(config, V)
@@ -350,7 +380,13 @@ def test_memory_is_linear_in_length_up_to_8192(optimised):
   close(got, want, 1e-4)
 
 
-@pytest.mark.parametrize('name', ['top-1', 'top-2 normalised'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param('top-1', marks=pytest.mark.slow),
+    pytest.param('top-2 normalised', marks=pytest.mark.slow),
+  ],
+)
 def test_the_router_learns(name):
   router = reference(CONFIGS[name])[1]['layers']['mlp']['router']['kernel']
   assert (np.abs(router).max((1, 2)) > 1e-5).all()
@@ -384,6 +420,7 @@ def test_hooks_that_are_none_are_not_traced():
   assert equations(hooks=policy.Hooks(kv=lambda x: x * 2)) != bare
 
 
+@pytest.mark.slow
 def test_hooks_act_where_they_say():
   params, tokens, start = parameters(TOP2), jnp.asarray(TOKENS), jnp.asarray(START)
   run = jax.jit(
@@ -427,7 +464,9 @@ def shallow(name):
   return dataclasses.replace(CONFIGS[name], layers=1), params
 
 
-@pytest.mark.parametrize('mesh', [(1, 1), pytest.param((8, 1), marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.parametrize(
+  'mesh', [*(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 1), (8, 1))), (4, 2)]
+)
 @pytest.mark.parametrize('name', ['dense', 'top-2'])
 def test_meshes_agree(name, mesh):
   config, whole = shallow(name)
@@ -450,6 +489,7 @@ def unsharded(name):
   return descend(config)(params, TOKENS, START)
 
 
+@pytest.mark.slow
 def test_init_is_the_same_under_a_mesh():
   want = jax.jit(policy.init, static_argnums=(1, 2))(jax.random.key(0), TOP2, V)
   with jax.set_mesh(sharding.make_mesh(4, 2)):
@@ -485,6 +525,7 @@ def test_bad_configurations(changes, words):
   assert str(error.value).endswith('.') and '\n' not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_fresh_policy_with_a_tied_head_explores():
   config = policy.PolicyConfig(width=64, layers=1, experts=0, tied_head=True)
   params = policy.init(jax.random.key(0), config, 16)

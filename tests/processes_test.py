@@ -16,7 +16,9 @@ import pytest
 import toy_task
 
 from experiments.launch import local
-from trm_jax import loop, policy, processes, recording, tasks, train
+from trm_jax import policy, tasks, training
+from trm_jax.runs import processes, recording
+from trm_jax.training import loop
 from trm_jax.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -24,7 +26,7 @@ PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
 TINY = policy.PolicyConfig(
   width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=0
 )
-CONFIG = train.Config(
+CONFIG = training.Config(
   task=toy_task.__name__,
   steps=5,
   prompts=4,
@@ -34,8 +36,8 @@ CONFIG = train.Config(
   save_every=2,
   mesh='2,1',
   policy=TINY,
-  warm_start=train.WarmStart(steps=0, batch=8),
-  optimizer=train.Optimizer(warmup=1, learning_rate=3e-2),
+  warm_start=training.WarmStart(steps=0, batch=8),
+  optimizer=training.Optimizer(warmup=1, learning_rate=3e-2),
   data_dir=os.path.join(os.environ['TFDS_DATA_DIR'], 'processes_test'),
 )
 
@@ -68,7 +70,7 @@ def timeless(metrics):
 
 def train_stop_and_resume(root):
   """A whole run, and one that SIGTERM to process 1 stops and that is then resumed."""
-  program = train.build(CONFIG)
+  program = training.build(CONFIG)
   processes.in_turn(lambda: tasks.prepare(program.task, CONFIG.data_dir), 'data')
   params = loop.warm_start(program, root / 'warm', progress=Watch())
   whole = loop.run(program, root / 'whole', params, progress=Watch())
@@ -115,7 +117,7 @@ def finish(started, timeout=300):
 
 TWO = """
 import json, pathlib, sys
-from trm_jax import processes
+from trm_jax.runs import processes
 processes.join(processes.Hosts(patience=120), {'a': 1}, devices=2)
 import processes_test
 found = processes_test.train_stop_and_resume(pathlib.Path(sys.argv[1]))
@@ -141,11 +143,13 @@ def read(two):
   return root, [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
 
 
+@pytest.mark.slow
 def test_both_processes_report_the_same(two):
   _, (first, second) = read(two)
   assert first == second
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_both_and_the_resumed_run_is_the_whole_one(two):
   root, (found, _) = read(two)
   assert found['stopped'] == [3, signal.SIGTERM]
@@ -157,16 +161,18 @@ def test_sigterm_to_one_process_stops_both_and_the_resumed_run_is_the_whole_one(
   assert [row['step'] for row in rows] == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_process_ends_the_other_with_its_sentence(two):
   _, ((code, _, err), (other, _, _)) = two
   assert (code, other) == (3, 3)
   assert err.splitlines()[-1] == 'error: process 1: disk full'
 
 
+@pytest.mark.slow
 def test_one_process_with_two_devices_does_the_same(two, tmp_path, caplog):
   root, (found, _) = read(two)
   assert jax.device_count() == 8  # before `build`, which would make them two for other tests, too
-  program = train.build(CONFIG)
+  program = training.build(CONFIG)
   tasks.prepare(program.task, CONFIG.data_dir)
   params = loop.warm_start(program, tmp_path / 'warm', progress=Watch())
   metrics = loop.run(program, tmp_path / 'whole', params, progress=Watch())
@@ -184,8 +190,10 @@ def test_one_process_with_two_devices_does_the_same(two, tmp_path, caplog):
 
 FULL = """
 import dataclasses, pathlib, resource
-from experiments import command
-from trm_jax import loop, processes, tasks, train
+from trm_jax.training import command
+from trm_jax import tasks, training
+from trm_jax.runs import processes
+from trm_jax.training import loop
 import processes_test as shared
 
 @dataclasses.dataclass
@@ -200,7 +208,7 @@ class Fill(shared.Watch):
 
 def main(args):
   processes.join(processes.Hosts(), {}, devices=2)
-  program = train.build(shared.CONFIG)
+  program = training.build(shared.CONFIG)
   params = loop.warm_start(program, args.root / f'warm{args.of}', progress=shared.Watch())
   progress = Fill(stop_at=2, of=args.of)
   loop.run(program, args.root / 'full', params, resume=True, progress=progress)
@@ -230,6 +238,7 @@ def test_a_full_disk_on_one_process_ends_both_and_loses_nothing(two):
 TRAIN = ('-m', 'experiments.train_policy', '--patience', '60', '--directory')
 
 
+@pytest.mark.slow
 def test_a_process_that_differs_stops_all_before_anything_is_written(tmp_path):
   started = start(2, *TRAIN, str(tmp_path / 'run'), other=['--samples', '3'], others=3)
   for code, _, err in finish(started, timeout=120):
@@ -240,8 +249,9 @@ def test_a_process_that_differs_stops_all_before_anything_is_written(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_is_waited_for_and_named():
-  code = 'from trm_jax import processes; processes.join(processes.Hosts(patience=2), {})'
+  code = 'from trm_jax.runs import processes; processes.join(processes.Hosts(patience=2), {})'
   ((code, out, err),) = finish(start(1, '-c', code), timeout=90)
   assert (code, out) == (1, '')
   assert err.splitlines()[-1].startswith('error: waited 2 s for 2 processes at 127.0.0.1:')
@@ -346,6 +356,7 @@ def test_four_processes_killed_at_random_moments_end_where_the_whole_run_does(tm
     runs += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'text, said',
   [

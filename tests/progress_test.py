@@ -5,7 +5,7 @@ import io
 import jax.numpy as jnp
 import pytest
 
-from trm_jax import progress
+from trm_jax.runs import progress
 
 
 @pytest.fixture

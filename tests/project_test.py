@@ -17,7 +17,7 @@ import packaging.utils
 import pytest
 
 import trm_jax
-from trm_jax import surrogates
+from trm_jax.objectives import surrogates
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = sorted((ROOT / 'trm_jax').rglob('*.py'))
@@ -62,6 +62,8 @@ def test_every_dependency_is_pinned(python):
   pinned = pins(python)
   for line in PROJECT['dependencies'] + sum(PROJECT['optional-dependencies'].values(), []):
     need = packaging.requirements.Requirement(line)
+    if need.name == PROJECT['name']:  # an extra of ours within another one
+      continue
     if need.marker is None or need.marker.evaluate({'python_version': python}):
       pin = pinned.get(packaging.utils.canonicalize_name(need.name))
       assert pin is not None, f'{need.name} has no pin for Python {python}: resolve again'
@@ -74,10 +76,11 @@ def test_dependencies_have_lower_bounds_only():
       assert bound.operator == '>=', line
 
 
+@pytest.mark.slow
 def test_imports_are_declared():
   declared = {
     packaging.requirements.Requirement(line).name.replace('-', '_').lower()
-    for line in PROJECT['dependencies']
+    for line in PROJECT['dependencies'] + PROJECT['optional-dependencies']['train']
   }
   # orbax-checkpoint is imported as orbax.checkpoint; jax brings scipy, jaxlib and ml_dtypes.
   declared |= {'orbax', 'scipy', 'jaxlib', 'ml_dtypes', 'trm_jax', 'experiments'}
@@ -86,6 +89,7 @@ def test_imports_are_declared():
     assert {found.lower() for found in foreign} <= declared, name(path)
 
 
+@pytest.mark.slow
 def test_importing_everything_leaves_tensorflow_alone(tmp_path):
   # A stand-in that can be imported: a guarded `try: import tensorflow` would find it.
   (tmp_path / 'tensorflow.py').write_text('')
@@ -113,16 +117,19 @@ def test_importing_the_package_imports_nothing_else():
 
 def test_only_the_policy_knows_flax():
   for path in SOURCES:
-    assert 'flax' not in imports_of(path) or path.name.startswith('policy'), name(path)
+    assert 'flax' not in imports_of(path) or path.parent.name == 'policy', name(path)
 
 
 def test_modules_stay_readable():
   for path in SOURCES:
-    assert len(path.read_text().splitlines()) <= 400, name(path)
+    text = re.sub(r'\n *>>> .*?(?=""")', '', path.read_text(), flags=re.S)  # without examples
+    assert len(text.splitlines()) <= 400, name(path)
 
 
 def test_the_library_does_not_print():
   for path in SOURCES:
+    if path.name == 'command.py':  # what programs of the command line share
+      continue
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         assert node.func.id != 'print', f'{name(path)}:{node.lineno}'
@@ -160,12 +167,31 @@ def test_examples_are_reproducible():
   settings = hypothesis.settings()
   assert settings.derandomize
   assert settings.deadline is None
-  assert settings.max_examples in (15, 500)
+  assert settings.max_examples in (15, 200)
 
 
 def test_annotations_are_checked():
   with pytest.raises(Exception, match='(?i)type'):
     surrogates.aggregate('three', jnp.ones((1, 1), bool), jnp.ones(1, bool))
+
+
+def slow_tests(path):
+  """Names of the tests of a file that `make test` leaves out whole."""
+  is_slow = lambda node: ast.unparse(node) == 'pytest.mark.slow'
+  found = set()
+  for node in ast.parse(path.read_text()).body:
+    if isinstance(node, ast.FunctionDef) and any(map(is_slow, node.decorator_list)):
+      found.add(node.name)
+    elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'pytestmark':
+      assert 'slow' not in ast.unparse(node.value), path
+  return found
+
+
+def test_claims_without_a_dagger_are_checked_by_make_test():
+  tests = re.findall(r'`(?:tests/)?(\w+_test\.py)::(\w+)`( †)?', (ROOT / 'CLAIMS.md').read_text())
+  slow = {file: slow_tests(ROOT / 'tests' / file) for file, _, _ in tests}
+  for file, test, dagger in tests:
+    assert (test in slow[file]) == bool(dagger), (file, test, 'CLAIMS.md says otherwise')
 
 
 def test_every_claim_names_code_and_tests_that_exist():
@@ -174,10 +200,11 @@ def test_every_claim_names_code_and_tests_that_exist():
   assert len(tests) > 60
   for file, test in tests:
     assert f'\ndef {test}(' in (ROOT / 'tests' / file).read_text(), (file, test)
-  functions = re.findall(r'`(\w+)\.(\w+)`', text)
+  functions = re.findall(r'`((?:\w+\.)+)(\w+)`', text)
   assert len(functions) > 60
   for module, function in functions:
     if function != 'md':
-      assert hasattr(importlib.import_module(f'trm_jax.{module}'), function), (module, function)
-  for path in re.findall(r'`((?:tests|trm_jax|experiments)/\w+\.py)`', text):
+      module = importlib.import_module(f'trm_jax.{module[:-1]}')
+      assert hasattr(module, function), (module, function)
+  for path in re.findall(r'`((?:tests|trm_jax|experiments)/[\w/]+\.py)`', text):
     assert (ROOT / path).exists(), path

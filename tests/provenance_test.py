@@ -7,7 +7,9 @@ import subprocess
 import jax
 import pytest
 
-from trm_jax import provenance, types
+import trm_jax
+from trm_jax import types
+from trm_jax.runs import provenance
 
 
 def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
@@ -16,9 +18,9 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     return subprocess.check_output(['git', *who, *command], cwd=tmp_path, text=True).strip()
 
   (tmp_path / 'trm_jax').mkdir()
-  source = tmp_path / 'trm_jax' / 'provenance.py'
+  source = tmp_path / 'trm_jax' / '__init__.py'
   source.write_text('')
-  monkeypatch.setattr(provenance, '__file__', str(source))
+  monkeypatch.setattr(trm_jax, '__file__', str(source))
   assert provenance.commit() == {'commit': None, 'dirty': False}
   git('init', '-q')
   assert provenance.commit() == {'commit': None, 'dirty': False}
@@ -28,10 +30,11 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
   assert provenance.commit() == {'commit': git('rev-parse', 'HEAD'), 'dirty': False}
   source.write_text('changed')
   assert provenance.commit() == {'commit': git('rev-parse', 'HEAD'), 'dirty': True}
-  monkeypatch.setattr(provenance, '__file__', str(tmp_path / 'site' / 'trm_jax' / 'provenance.py'))
+  inside = tmp_path / 'site' / 'trm_jax' / '__init__.py'
+  monkeypatch.setattr(trm_jax, '__file__', str(inside))
   (tmp_path / 'site').mkdir()  # installed below somebody else's checkout
   assert provenance.commit() == {'commit': None, 'dirty': False}
-  monkeypatch.setattr(provenance, '__file__', str(source))
+  monkeypatch.setattr(trm_jax, '__file__', str(source))
   monkeypatch.setenv('PATH', '')
   assert provenance.commit() == {'commit': None, 'dirty': False}
 
@@ -86,7 +89,7 @@ def test_another_mesh_is_a_warning_of_its_own(path, caplog):
 
 
 def test_the_source_digest_follows_names_and_contents(tmp_path, monkeypatch):
-  monkeypatch.setattr(provenance, '__file__', str(tmp_path / 'provenance.py'))
+  monkeypatch.setattr(trm_jax, '__file__', str(tmp_path / '__init__.py'))
   found = set()
   for name, text in (('a.py', 'x'), ('a.py', 'y'), ('b.py', ''), ('c.txt', 'z')):
     (tmp_path / name).write_text(text)

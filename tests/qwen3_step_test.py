@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import qwen3_step
-from trm_jax import policy, qwen3, types
+from trm_jax import policy, types
+from trm_jax.policy import qwen3
 
 # Of the shape of Qwen3-0.6B: grouped heads, a head width of its own, a tied head.
 TINY = qwen3.Model(
@@ -23,6 +24,7 @@ TINY = qwen3.Model(
 ROWS, LENGTH = 2, 12
 
 
+@pytest.mark.slow
 def test_two_steps(monkeypatch):
   monkeypatch.setattr(qwen3_step, 'OPTIMIZER', qwen3_step.optax.adam(1e-4))
   config = qwen3_step.configure(TINY)

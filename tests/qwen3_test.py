@@ -1,4 +1,4 @@
-"""trm_jax.qwen3: sizes of the published models, nothing allocated."""
+"""trm_jax.policy.qwen3: sizes of the published models, nothing allocated."""
 
 import dataclasses
 import math
@@ -6,7 +6,9 @@ import math
 import jax
 import pytest
 
-from trm_jax import policy, qwen3, sharding
+from trm_jax import policy
+from trm_jax.mesh import sharding
+from trm_jax.policy import qwen3
 
 # As published: layers, width, query heads, key/value heads, inner width, experts, tied.
 PUBLISHED = {

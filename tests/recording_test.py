@@ -19,7 +19,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from trm_jax import recording, types
+from trm_jax import types
+from trm_jax.runs import recording
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Orbax leaves coroutines behind when it gives up on a damaged array.
@@ -151,8 +152,66 @@ def test_a_broken_line_in_the_middle_is_named(saved, broken):
   (saved / 'metrics.jsonl').write_text(lines[0] + broken + lines[2])
   with pytest.raises(types.InputError, match='line 2 is broken'):
     recording.read_metrics(saved / 'metrics.jsonl')
-  with recording.open_run(saved, CONFIG, resume=True) as run:
-    assert [row['step'] for row in run.metrics()] == [1, 3]
+  before = (saved / 'metrics.jsonl').read_bytes()
+  with pytest.raises(types.InputError, match='line 2 is broken; mend or remove that line'):
+    recording.open_run(saved, CONFIG, resume=True)
+  assert (saved / 'metrics.jsonl').read_bytes() == before
+
+
+@pytest.mark.parametrize(
+  'order, words',
+  [
+    ([0, 1, 3, 4], 'has no row of step 2:'),
+    ([1, 2, 3, 4], 'has no row of step 0:'),
+    ([0, 1, 2, 2, 3, 4], 'has rows too many of step 2:'),
+    ([0, 1, 2, 3, 4, 9, -1], 'has rows too many of step -1, 9:'),
+    ([0, 2, 1, 3, 4], 'has rows out of order:'),
+    ([], 'has no row of step 0, 1, 2, 3, 4:'),
+  ],
+)
+def test_rows_are_there_exactly_once(tmp_path, order, words):
+  with recording.open_run(tmp_path, CONFIG) as run:
+    for step in order:
+      run.log(step, {'loss': 1.0})
+    with pytest.raises(types.InputError, match=words):
+      run.check_rows(range(5))
+    run.check_rows(order)
+
+
+@pytest.mark.parametrize(
+  'text', ['{"step": 1, "loss": "low"}', '{"step": true}', '{"a": ' + '[' * 10**5 + '}']
+)
+def test_lines_that_are_no_rows(tmp_path, text):
+  (tmp_path / 'metrics.jsonl').write_text(f'{text}\n{{"step": 2}}\n')
+  with pytest.raises(types.InputError, match='line 1 is broken'):
+    recording.read_metrics(tmp_path / 'metrics.jsonl')
+
+
+def test_what_a_run_reads_must_be_what_it_was(tmp_path):
+  with recording.open_run(tmp_path, CONFIG) as run:
+    run.check_identity({'reward': 'a1', 'weights': 'b2'})
+  with recording.open_run(tmp_path, CONFIG, resume=True) as run:
+    run.check_identity({'weights': 'b2', 'reward': 'a1'})
+    with pytest.raises(types.InputError, match="other content .digest of reward was 'a1' and is"):
+      run.check_identity({'reward': 'a2', 'weights': 'b2'})
+
+
+@pytest.mark.slow
+def test_a_second_process_is_told_who_writes(tmp_path):
+  code = (
+    'import sys; from trm_jax.runs import recording\n'
+    'run = recording.open_run(sys.argv[1], {}, resume=True); print("open", flush=True)\n'
+    'sys.stdin.read()'
+  )
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  with subprocess.Popen([sys.executable, '-c', code, tmp_path], **pipes) as other:
+    assert other.stdout.readline() == 'open\n'
+    with pytest.raises(types.InputError, match=f'in use .pid {other.pid} on .*choose another'):
+      recording.open_run(tmp_path, {}, resume=True)
+    other.kill()
+  with recording.open_run(tmp_path, {}, resume=True):  # the dead hold nothing
+    assert (tmp_path / 'lock').exists()
+  assert not (tmp_path / 'lock').exists()
 
 
 def flip_bit(step_path):
@@ -243,6 +302,7 @@ def test_all_damaged_is_an_error_with_every_cause(saved, damage):
   assert sorted(os.listdir(saved / 'checkpoints')) == ['2', '4']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('change', ['dtype', 'shape', 'missing', 'extra'])
 def test_another_tree_is_an_error(saved, change):
   wanted = abstract(state_of(0))
@@ -316,6 +376,7 @@ def test_a_config_that_json_cannot_hold_is_refused(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('content', ['', '{"config": ', '[]', '{"seed": 1}', '{"config": 3}'])
 def test_a_damaged_config_is_refused(saved, content):
   (saved / 'config.json').write_text(content)
@@ -397,7 +458,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 FULL_DISK = """
 import json, pathlib, resource, sys
 import jax, jax.numpy as jnp
-from trm_jax import recording
+from trm_jax.runs import recording
 run = recording.open_run(sys.argv[1], {'a': 1})
 run.log(1, {'loss': 1.0})
 run.save(1, {'x': jnp.ones(1000)}, {})
@@ -423,6 +484,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_a_real_limit_on_file_size(tmp_path):
   path = tmp_path / 'run'
   done = subprocess.run(
@@ -454,7 +516,7 @@ import jax, numpy as np
 jax.config.update('jax_num_cpu_devices', 2)
 jax.distributed.initialize(f'127.0.0.1:{port}', num_processes=2, process_id=process)
 from jax.experimental import multihost_utils
-from trm_jax import recording
+from trm_jax.runs import recording
 mesh = jax.make_mesh((4,), ('data',))
 whole = np.random.default_rng(0).integers(0, 2**32, (4, 400_000), np.uint32)  # stored as it is
 rows = jax.NamedSharding(mesh, jax.P('data'))
@@ -482,6 +544,7 @@ print(json.dumps([step, meta, good, sorted(os.listdir(path + '/checkpoints'))]))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_run(tmp_path):
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
@@ -552,12 +615,13 @@ def events_of(path):
     content = content[16 + size :]
 
 
+@pytest.mark.slow
 def test_orbax_is_quiet_and_other_logging_is_not(tmp_path):
   code = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 import absl.logging, jax.numpy as jnp
-from trm_jax import recording
+from trm_jax.runs import recording
 with recording.open_run(sys.argv[1], {}) as run:
   run.save(1, {'x': jnp.ones(3)}, {})
 absl.logging.info('mine')

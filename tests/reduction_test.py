@@ -9,8 +9,9 @@ import numpy as np
 import policy_oracle
 import pytest
 
-from trm_jax import attention, policy, types
+from trm_jax import policy, types
 from trm_jax.mismatch import reduction
+from trm_jax.policy import attention
 
 V = 12
 MOE = policy.PolicyConfig(
@@ -52,6 +53,7 @@ def test_off_is_off():
   assert reduction.attention(reduction.Reduction(), attention.plain) is attention.plain
 
 
+@pytest.mark.slow
 def test_attention_in_blocks_of_keys():
   draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (2, 9, heads, 4))
   q, k, v = draw(0, 4), draw(1, 2), draw(2, 2)

@@ -1,4 +1,4 @@
-"""trm_jax.relay: weights that change during a response, and the staleness within one trajectory."""
+"""`relay`: weights that change during a response, and the staleness within one trajectory."""
 
 import dataclasses
 import functools
@@ -7,10 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked import asked
 
-from trm_jax import divergences, metrics, policy, sampling, sharding, types
+from trm_jax import divergences, policy, types
+from trm_jax.measurements import metrics
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import decoding, fleet, precision, routing, staleness
-from trm_jax.relay import Relay
+from trm_jax.rollouts import sampling, scoring
+from trm_jax.rollouts.relay import Relay
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record
 
 V, PAD, EOS = 12, 0, 1
 PROMPTS, SAMPLES, WIDTH, LENGTH, VERSION = 8, 2, 4, 7, 9
@@ -43,8 +49,10 @@ def past():
 
 def generate(which, score, params, history, prompts, start, strength, **options):
   options = dict(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD, gates=True) | options
-  shared = dict(version=jnp.int32(VERSION), history=history, strength=strength, score=score)
-  return fleet.generate(which, params, CONFIG, prompts, start, KEY, **shared, **options)
+  request, record, rest = asked(score=score, **options)
+  shared = dict(version=jnp.int32(VERSION), history=history, strength=strength)
+  text = prompts, start
+  return fleet.generate(which, params, CONFIG, *text, KEY, request, record, **shared, **rest)
 
 
 @functools.cache
@@ -84,7 +92,8 @@ def by_hand():
   return [np.concatenate(parts, 1) for parts in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize('score', ['decode', 'replay'])
+@pytest.mark.slow
+@pytest.mark.parametrize('score', ['decode', pytest.param('replay', marks=pytest.mark.slow)])
 def test_tokens_come_from_the_weights_of_their_turn_over_the_cache_of_those_before(score):
   rollout, (logits, routes, gates) = roll(score=score), by_hand()
   valid = np.asarray(rollout.valid)
@@ -100,6 +109,7 @@ def test_tokens_come_from_the_weights_of_their_turn_over_the_cache_of_those_befo
     np.testing.assert_array_equal(getattr(rollout, name), getattr(roll(), name))
 
 
+@pytest.mark.slow
 def test_each_version_shows_and_so_does_the_old_cache():
   """Against one pass with the same weights throughout, which has a cache of their own."""
   rollout = roll()
@@ -117,13 +127,16 @@ def test_each_version_shows_and_so_does_the_old_cache():
 @functools.cache
 def scorer():
   def full(params, rollout):
-    hidden, _ = sampling.score(params, CONFIG, rollout)
+    hidden, _ = scoring.score(params, CONFIG, rollout)
     return policy.logits(params, hidden)
 
   return jax.jit(full)
 
 
-@pytest.mark.parametrize('score', ['decode', 'replay'])
+@pytest.mark.parametrize(
+  'score',
+  [pytest.param('decode', marks=pytest.mark.slow), pytest.param('replay', marks=pytest.mark.slow)],
+)
 def test_strength_zero_and_a_switch_after_the_end_change_no_bit(score):
   equal(roll(SWITCHED, score, 0.0), roll(fleet.Fleet(), score))
   if score == 'decode':
@@ -191,6 +204,15 @@ def test_ages_are_measured_on_valid_tokens():
   valid = jnp.array([[True, True, True], [True, True, False]])
   found = metrics.ages(version, valid, jnp.int32(9))
   assert float(found['age/mean']) == pytest.approx(3 / 5) and float(found['age/max']) == 2
+  assert found['age/min'] == found['age/impossible'] == 0
+
+
+def test_a_version_that_cannot_be_is_counted_and_has_no_age():
+  version = jnp.array([[9, 5, 4], [-1, 2, 0]])
+  valid = jnp.array([[True, True, True], [True, False, False]])
+  found = metrics.ages(version, valid, jnp.int32(6))
+  assert found['age/impossible'] == 0.5  # 9 at step 6, and -1
+  assert (found['age/mean'], found['age/min'], found['age/max']) == (1.5, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +232,13 @@ def test_what_hidden_states_and_a_dense_policy_cannot_hold():
   with pytest.raises(types.InputError, match="store='hidden' .*staleness.switch.*use store="):
     SWITCHED.check(CONFIG, SAMPLES, 'hidden')
   weights = Relay(past(), 2)
-  options = dict(samples=1, length=3, eos=EOS, pad=PAD)
+  request = Request(samples=1, length=3, eos=EOS, pad=PAD)
   text = jnp.asarray(TEXT), jnp.asarray(START)
   with pytest.raises(types.InputError, match="store='hidden' cannot hold the heads of weights"):
-    sampling.generate(weights, CONFIG, *text, KEY, store='hidden', **options)
+    sampling.generate(weights, CONFIG, *text, KEY, request, Record(store='hidden'))
   dense = dataclasses.replace(CONFIG, experts=0)
   with pytest.raises(types.InputError, match='gates=True needs experts'):
-    sampling.generate(parameters(), dense, *text, KEY, gates=True, **options)
+    sampling.generate(parameters(), dense, *text, KEY, request, Record(gates=True))
 
 
 @pytest.mark.slow
@@ -236,6 +258,7 @@ def test_every_source_acts_on_every_version():
     np.testing.assert_allclose(np.asarray(a)[valid], np.asarray(b)[valid], rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_engines_of_any_hooks_stand_side_by_side_on_a_mesh():
   """Traced alone: the scores of both have one layout, whatever was done to them."""
   filters = fleet.Engine(decoding=decoding.Decoding(top_k=5))

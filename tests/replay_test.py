@@ -8,19 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import (
-  attention,
-  divergences,
-  judgement,
-  linear_head,
-  method,
-  policy,
-  sampling,
-  sharding,
-  stores,
-  update,
-)
+from trm_jax import divergences, policy
+from trm_jax.divergences import linear_head
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import decoding, fleet, routing
+from trm_jax.policy import attention
+from trm_jax.rollouts import scoring, stores
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record
+from trm_jax.training import judgement, update
+from trm_jax.training.words import MethodWords
 from trm_jax.types import InputError, Rollout
 
 CONFIG = policy.PolicyConfig(
@@ -47,20 +44,16 @@ def trained():
       prompts,
       start,
       jax.random.key(7),
-      samples=G,
-      length=T,
-      eos=3,
-      pad=2,
+      Request(samples=G, length=T, eos=3, pad=2),
+      Record(score='replay', gates=True),
       version=jnp.int32(0),
-      score='replay',
-      gates=True,
     )
     reward = (jnp.arange(PROMPTS * G) * 7 % 5 < 2).astype(jnp.float32)
     batch = judgement.Batch(dataclasses.replace(rollout, reward=reward))
     found = {}
     for name, hooks in ROUTES.items():
       settings = update.Settings(
-        methods=(method.Method(),),
+        methods=(MethodWords().make(),),
         policy=CONFIG,
         samples=G,
         temperature=1.0,
@@ -81,6 +74,7 @@ def mean_kl(report):
   return float(report.scored.divergences.kl[report.scored.valid].mean())
 
 
+@pytest.mark.slow
 def test_replayed_experts_agree_and_lower_the_kl_and_weights_end_it():
   off, experts, weights = (trained()[name][1] for name in ROUTES)
   assert off.route_flips > 0.1 and experts.route_flips == weights.route_flips == 0
@@ -95,7 +89,8 @@ def test_the_router_learns(name):
   assert np.abs(gradient['layers']['mlp']['router']['kernel']).max() > 1e-4 and report.finite
 
 
-@pytest.mark.parametrize('value', [np.nan, np.inf])
+@pytest.mark.slow
+@pytest.mark.parametrize('value', [pytest.param(np.nan, marks=pytest.mark.slow), np.inf])
 def test_weights_in_padding_change_nothing(value):
   params = policy.init(jax.random.key(0), CONFIG, V)
   tokens = jax.random.randint(jax.random.key(1), (2, 5), 4, V)
@@ -115,6 +110,41 @@ def test_weights_in_padding_change_nothing(value):
   spoiled = jnp.where(real[:, :, None, None], aux.gates, value)
   for got, want in zip(*map(jax.tree.leaves, map(run, (spoiled, aux.gates))), strict=True):
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('chosen', [1, 2])
+def test_impossible_experts_are_routed_by_the_trainer(chosen):
+  config = dataclasses.replace(CONFIG, experts_per_token=chosen)
+  params = jax.jit(lambda k: policy.init(k, config, V))(jax.random.key(0))
+  tokens = jnp.asarray(np.random.default_rng(2).integers(0, V, (4, 6)))
+  start, fed = jnp.zeros(4, jnp.int32), jnp.ones((4, 6), bool)
+  apply = jax.jit(
+    lambda routes, gates: policy.apply(
+      params, config, tokens, start=start, hooks=routing.replay(routes, gates)
+    )
+  )
+  hidden, _, aux = jax.jit(lambda: policy.apply(params, config, tokens, start=start))()
+  spoiled = aux.routes.at[0, 1].set(-1).at[1, 2].set(config.experts).at[2, 3].set(99)
+  wrong = 3
+  if chosen == 2:
+    spoiled, wrong = spoiled.at[3, 4].set(1), 4  # the same expert twice
+  for gates in (None, 0 * aux.gates + aux.gates):
+    got, _, used = apply(spoiled, gates)
+    np.testing.assert_array_equal(used.routes, aux.routes)
+    np.testing.assert_allclose(got, hidden, rtol=0, atol=1e-5)
+  share = routing.impossible_routes(spoiled, fed, experts=config.experts)
+  assert float(share) == pytest.approx(wrong / 24)
+  assert routing.impossible_routes(aux.routes, fed, experts=config.experts) == 0
+
+
+def test_routes_of_another_pass_are_refused():
+  params = jax.jit(lambda k: policy.init(k, CONFIG, V))(jax.random.key(0))
+  tokens, start = jnp.zeros((2, 5), jnp.int32), jnp.zeros(2, jnp.int32)
+  for shape in ((2, 4, 1, 1), (2, 5, 1, 2)):  # a slot short; K = 2 for a policy of K = 1
+    hooks = routing.replay(jnp.zeros(shape, jnp.int32))
+    with pytest.raises(InputError, match=r'routes \(.*\) must hold \(5, 1\), slots and experts'):
+      policy.apply(params, CONFIG, tokens, start=start, hooks=hooks)
 
 
 # Filters
@@ -152,7 +182,7 @@ def filtered():
 def judge(support):
   def go(hidden, head, rollout):
     over = judgement.over_mesh(
-      methods=(method.Method(max_kl=0.2),), samples=G, temperature=0.9, support=support
+      methods=(MethodWords(max_kl=0.2).make(),), samples=G, temperature=0.9, support=support
     )
 
     def loss(hidden, head):
@@ -165,6 +195,7 @@ def judge(support):
   return jax.jit(go)
 
 
+@pytest.mark.slow
 def test_replayed_support_is_the_policy_given_the_filter():
   hidden, head, rollout = filtered()
   valid = np.asarray(rollout.valid)
@@ -189,6 +220,7 @@ def test_replayed_support_is_the_policy_given_the_filter():
   assert all(np.isfinite(g).all() and np.abs(g).max() > 1e-3 for g in grads)
 
 
+@pytest.mark.slow
 def test_no_gradient_to_what_the_engine_could_not_draw():
   hidden, head, rollout = filtered()
   first = jax.tree.map(lambda x: x[:1, :1] if x.ndim > 1 else x[:1], rollout)
@@ -197,6 +229,7 @@ def test_no_gradient_to_what_the_engine_could_not_draw():
   np.testing.assert_array_equal(gradient > 0, np.asarray(first.logits[0, 0]) > -np.inf)
 
 
+@pytest.mark.slow
 def test_meshes_agree():
   want = judge(True)(*filtered())
   with jax.set_mesh(sharding.make_mesh(4, 2)):
@@ -208,17 +241,18 @@ def test_meshes_agree():
   np.testing.assert_array_equal(got[0][1][1], want[0][1][1])
 
 
+@pytest.mark.slow
 def test_the_trainers_own_log_probs_are_of_the_same_policy():
-  """`sampling.policy_logp`, which anchors of clipped objectives come from."""
+  """`scoring.policy_logp`, which anchors of clipped objectives come from."""
   params = jax.jit(lambda k: policy.init(k, CONFIG, V))(jax.random.key(0))
   _, _, rollout = filtered()
   logits = jnp.where(rollout.valid[..., None], rollout.logits, 0)
   rollout = dataclasses.replace(rollout, logits=logits)
   logp = jax.jit(
     lambda params, rollout: (
-      sampling.policy_logp(params, CONFIG, rollout, temperature=0.9, support=True),
+      scoring.policy_logp(params, CONFIG, rollout, temperature=0.9, support=True),
       stores.compare(
-        sampling.score(params, CONFIG, rollout)[0],
+        scoring.score(params, CONFIG, rollout)[0],
         policy.head(params),
         rollout,
         temperature=0.9,

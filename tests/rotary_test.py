@@ -1,4 +1,4 @@
-"""trm_jax.rotary: the frequencies from their definition; transformers' own are in weights_test."""
+"""`rotary`: the frequencies from their definition; transformers' own are in weights_test."""
 
 import math
 
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import policy, rotary, types
+from trm_jax import policy, types
+from trm_jax.policy import rotary
 
 WIDTH, BASE = 64, 10_000.0
 PLAIN = BASE ** (-np.arange(WIDTH // 2) / (WIDTH // 2))

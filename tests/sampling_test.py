@@ -1,4 +1,4 @@
-"""trm_jax.sampling: decode against the full pass, the bookkeeping of rows, and the draws."""
+"""`sampling`: decode against the full pass, the bookkeeping of rows, and the draws."""
 
 import argparse
 import dataclasses
@@ -12,11 +12,17 @@ import numpy as np
 import policy_oracle
 import pytest
 import scipy.stats
+from asked import asked
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import brackets, divergences, policy, sampling, sharding, stores, types
+from trm_jax import divergences, policy, types
+from trm_jax.divergences import brackets
+from trm_jax.measurements import metrics
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import precision, routing
+from trm_jax.rollouts import sampling, scoring, stores
+from trm_jax.rollouts.sampling import Request
 
 V, PAD, EOS = 12, 0, 1
 PROMPTS, SAMPLES, WIDTH, LENGTH = 8, 2, 5, 6
@@ -30,7 +36,7 @@ TEXT = np.random.default_rng(0).integers(2, V, (PROMPTS, WIDTH)).astype(np.int32
 KEY = jax.random.key(11)
 NOISY = policy.Hooks(
   kv=lambda x: precision.round_to(x, 'bfloat16'),
-  router=routing.hook(routing.Routing(jitter=0.7, rate=0.6)),
+  router=routing.router_hook(routing.Routing(jitter=0.7, rate=0.6)),
 )
 
 
@@ -46,9 +52,10 @@ def parameters(config, pad=1.0, eos=0.7):
 @functools.cache
 def generator(config, **options):
   options = {'samples': SAMPLES, 'length': LENGTH, 'eos': EOS, 'pad': PAD} | options
+  request, record, rest = asked(**options)
   return jax.jit(
     lambda params, prompts, start, key: sampling.generate(
-      params, config, prompts, start, key, **options
+      params, config, prompts, start, key, request, record, **rest
     )
   )
 
@@ -61,7 +68,7 @@ def rolled(config):
 @functools.cache
 def scorer(config):
   def full(params, rollout):
-    hidden, aux = sampling.score(params, config, rollout)
+    hidden, aux = scoring.score(params, config, rollout)
     return hidden, policy.logits(params, hidden), aux
 
   return jax.jit(full)
@@ -83,7 +90,9 @@ def equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=[pytest.mark.slow] * (n in ('dense',))) for n in CONFIGS]
+)
 def test_decode_equals_the_full_pass(name):
   config = CONFIGS[name]
   rollout = rolled(config)
@@ -162,6 +171,7 @@ def test_padding_of_prompts_and_slots_after_eos_are_irrelevant():
   assert not valid.all()
 
 
+@pytest.mark.slow
 def test_generation_stops_when_every_row_has_ended():
   passes = []
 
@@ -210,7 +220,10 @@ def test_frequencies_follow_the_tempered_softmax(temperature):
     assert scipy.stats.chisquare(counts, wrong).pvalue < 1e-9
 
 
-@pytest.mark.parametrize('temperature', [0.6, pytest.param(1.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'temperature',
+  [pytest.param(0.6, marks=pytest.mark.slow), pytest.param(1.3, marks=pytest.mark.slow)],
+)
 def test_rollouts_are_drawn_at_the_temperature_they_report(temperature):
   run = generator(DENSE, samples=256, length=2, temperature=temperature)
   rollout = on_host(run(parameters(DENSE), TEXT, START, KEY))
@@ -238,6 +251,7 @@ def test_rollouts_are_drawn_at_the_temperature_they_report(temperature):
   assert scipy.stats.chi2.sf(statistic, freedom) > 1e-3
 
 
+@pytest.mark.slow
 def test_tokens_of_different_slots_are_independent():
   """One key a slot: with equal scores everywhere, neighbours agree by chance only."""
   config = DENSE
@@ -252,6 +266,7 @@ def test_tokens_of_different_slots_are_independent():
   assert near((grouped[0::2] == grouped[1::2]).sum(), n)
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_largest_score_whatever_the_key():
   run = generator(DENSE, greedy=True)
   rollout = run(parameters(DENSE), TEXT, START, KEY)
@@ -281,6 +296,7 @@ def drawer(size):
   return over, jax.jit(cumulative), size
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 def test_draw_never_returns_an_impossible_token(data):
   over, cumulative, size = drawer(data.draw(st.sampled_from([3, 16, 33])))
@@ -331,6 +347,7 @@ def test_draw_inverts_the_cumulative_distribution():
   np.testing.assert_array_equal(over(lone, uniforms), 1)
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_its_prompt_number_and_sample_number_alone():
   params, rollout = parameters(DENSE), rolled(DENSE)
   by_prompt = lambda x: x.reshape(PROMPTS, -1, *x.shape[1:])
@@ -351,6 +368,7 @@ def test_a_row_depends_on_its_prompt_number_and_sample_number_alone():
   assert len({row.tobytes() for row in np.asarray(same.tokens)}) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [pytest.param((8, 1), marks=pytest.mark.slow), (4, 2)])
 def test_meshes_agree(mesh):
   want = rolled(MOE)
@@ -365,7 +383,7 @@ def test_meshes_agree(mesh):
 
     @jax.jit
     def rescored(p, r):
-      return sampling.token_logp(policy.logits(p, sampling.score(p, MOE, r)[0]), r.tokens, r.valid)
+      return scoring.token_logp(policy.logits(p, scoring.score(p, MOE, r)[0]), r.tokens, r.valid)
 
     logp = rescored(params, got)
   for name in ('tokens', 'valid', 'routes', 'prompts', 'start'):
@@ -375,6 +393,7 @@ def test_meshes_agree(mesh):
   np.testing.assert_allclose(logp, want.logp, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_store_keeps_what_it_says():
   params, full = parameters(DENSE), rolled(DENSE)
   hidden = generator(DENSE, store='hidden')(params, TEXT, START, KEY)
@@ -389,6 +408,7 @@ def test_store_keeps_what_it_says():
   assert (np.asarray(hidden.hidden)[~np.asarray(full.valid)] == 0).all()
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_scores():
   params, full = parameters(DENSE), rolled(DENSE)
   kept = generator(DENSE, store='topk', top=5)(params, TEXT, START, KEY)
@@ -410,11 +430,11 @@ def test_the_likeliest_tokens_are_those_of_the_scores():
 
   @jax.jit
   def scored(params, kept, full):
-    own = lambda rollout, hooks: sampling.replay(
+    own = lambda rollout, hooks: scoring.replay(
       params, DENSE, rollout, KEY, samples=SAMPLES, temperature=1.3, hooks=hooks
     )
     states = dataclasses.replace(kept, top=None, hidden=jnp.zeros((*full.valid.shape, 16)))
-    hidden, _ = sampling.score(params, DENSE, full)
+    hidden, _ = scoring.score(params, DENSE, full)
     head = policy.head(params)
     healthy = [
       stores.compare(
@@ -446,13 +466,13 @@ def noisy(first_sample):
     'hooks': NOISY,
   }
   run = generator(MOE, **options)
-  again = jax.jit(
-    lambda params, rollout, key: sampling.replay(params, MOE, rollout, key, **options)
-  )
+  again = jax.jit(lambda params, rollout, key: scoring.replay(params, MOE, rollout, key, **options))
   return run(parameters(MOE), TEXT, START, KEY), again
 
 
-@pytest.mark.parametrize('first_sample', [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'first_sample', [pytest.param(3, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow)]
+)
 def test_replay_repeats_the_noise_of_the_engine(first_sample):
   rollout, again = noisy(first_sample)
   replayed = again(parameters(MOE), rollout, KEY)
@@ -481,8 +501,8 @@ def test_replay_without_hooks_is_the_trainer():
 
   @jax.jit
   def both(params, rollout):
-    again = sampling.replay(params, DENSE, rollout, KEY, samples=SAMPLES)
-    return again, sampling.score(params, DENSE, rollout)[0]
+    again = scoring.replay(params, DENSE, rollout, KEY, samples=SAMPLES)
+    return again, scoring.score(params, DENSE, rollout)[0]
 
   again, hidden = both(params, rollout)
   assert again.logits is None and again.routes is None
@@ -491,21 +511,13 @@ def test_replay_without_hooks_is_the_trainer():
   assert (np.asarray(again.hidden)[~valid] == 0).all()
 
 
+@pytest.mark.slow
 def test_vmap_over_keys():
   alone, _ = noisy(3)
-  run = functools.partial(
-    sampling.generate,
-    parameters(MOE),
-    MOE,
-    jnp.asarray(TEXT),
-    jnp.asarray(START),
-    samples=SAMPLES,
-    first_sample=3,
-    length=LENGTH,
-    eos=EOS,
-    pad=PAD,
-    temperature=1.3,
-    hooks=NOISY,
+  request = Request(samples=SAMPLES, length=LENGTH, eos=EOS, pad=PAD, temperature=1.3)
+  text = jnp.asarray(TEXT), jnp.asarray(START)
+  run = lambda key: sampling.generate(
+    parameters(MOE), MOE, *text, key, request, first_sample=3, hooks=NOISY
   )
   together = jax.jit(jax.vmap(lambda key: fields(run(key))))(jnp.stack([jax.random.key(4), KEY]))
   for name in ('tokens', 'valid', 'start', 'prompts'):
@@ -524,41 +536,120 @@ def test_one_start_a_prompt(monkeypatch):
       jnp.asarray(TEXT),
       jnp.asarray(START)[:-1],
       KEY,
-      samples=2,
-      length=3,
-      eos=EOS,
-      pad=PAD,
+      Request(samples=2, length=3, eos=EOS, pad=PAD),
     )
 
 
-@pytest.mark.parametrize('temperature', [0.0, -1.0, float('nan')])
+@pytest.mark.parametrize('temperature', [0.0, -1.0, float('nan'), 1e-10])
 def test_bad_temperature(temperature):
-  with pytest.raises(types.InputError, match=f'temperature={temperature} must be > 0.*greedy'):
-    sampling.generate(
-      parameters(DENSE),
-      DENSE,
-      jnp.asarray(TEXT),
-      jnp.asarray(START),
-      KEY,
-      samples=2,
-      length=3,
-      eos=EOS,
-      pad=PAD,
-      temperature=temperature,
-    )
+  with pytest.raises(
+    types.InputError, match=f'temperature={temperature} must be at least 0.001.*greedy'
+  ):
+    Request(samples=2, length=3, eos=EOS, pad=PAD, temperature=temperature)
 
 
 @pytest.mark.parametrize('name', ['samples', 'length'])
 def test_bad_counts(name):
   counts = {'samples': 2, 'length': 3} | {name: 0}
   with pytest.raises(types.InputError, match=f'{name}=0 must be at least 1'):
-    sampling.generate(
-      parameters(DENSE),
-      DENSE,
-      jnp.asarray(TEXT),
-      jnp.asarray(START),
-      KEY,
-      eos=EOS,
-      pad=PAD,
-      **counts,
-    )
+    Request(eos=EOS, pad=PAD, **counts)
+
+
+@pytest.mark.slow
+def test_nothing_is_drawn_from_scores_that_are_nan():
+  """The row ends with a missing log-prob; token 0 was drawn, again and again, before."""
+  spoil = lambda scores, keys: jnp.where(jnp.arange(8)[:, None, None] % 2 == 0, jnp.nan, scores)
+  params, hooks = parameters(DENSE, 0.0, -9.0), policy.Hooks(logits=spoil)
+  for options in ({}, {'greedy': True}):
+    run = generator(DENSE, samples=1, hooks=hooks, **options)
+    rollout = on_host(run(params, TEXT, START, KEY))
+    assert rollout.valid[::2].sum(-1).tolist() == [1] * 4
+    assert np.isnan(rollout.logp[::2, 0]).all() and (rollout.tokens[::2] == PAD).all()
+    assert np.isfinite(rollout.logp[1::2]).all() and (rollout.valid[1::2].sum(-1) > 1).all()
+
+
+@pytest.mark.slow
+def test_any_of_several_tokens_ends_a_row():
+  params = parameters(DENSE)
+  one = generator(DENSE, samples=64)(params, TEXT, START, KEY)
+  two = on_host(generator(DENSE, samples=64, eos=(EOS, 7))(params, TEXT, START, KEY))
+  ends = np.isin(two.tokens, (EOS, 7)) & two.valid
+  assert (two.tokens[ends] == 7).any() and (two.tokens[ends] == EOS).any()
+  np.testing.assert_array_equal(ends.sum(-1), (ends | ~two.valid).any(-1))
+  last = two.valid & ~np.pad(two.valid, ((0, 0), (0, 1)))[:, 1:]
+  assert (last[ends]).all()  # nothing comes after
+  np.testing.assert_array_equal(two.tokens[two.valid], np.asarray(one.tokens)[two.valid])
+
+
+@pytest.mark.parametrize('name, token', [('eos', V), ('eos', (EOS, 151_645)), ('pad', -1)])
+def test_tokens_outside_the_vocabulary_end_and_fill_nothing(name, token):
+  tokens = {'eos': EOS, 'pad': PAD} | {name: token}
+  text = jnp.asarray(TEXT), jnp.asarray(START)
+  with pytest.raises(types.InputError, match=f'{name}=.* must lie in 0..{V - 1}'):
+    sampling.generate(parameters(DENSE), DENSE, *text, KEY, Request(samples=1, length=2, **tokens))
+
+
+def test_unknown_tokens_are_missing_and_padding_is_nobodys():
+  params, start = parameters(DENSE), jnp.array([2, 0], jnp.int32)
+  tokens = jnp.array([[-1, V, 3, 4], [3, -100, 4, 5]])
+  hidden = np.asarray(jax.jit(lambda p: policy.apply(p, DENSE, tokens, start=start)[0])(params))
+  assert np.isfinite(hidden[0, 2:]).all()
+  assert np.isnan(hidden[1]).all()  # those of the last token's embedding, before
+
+
+@pytest.mark.slow
+def test_tool_text_is_read_and_not_owned():
+  """Slots 2 and 3 of a response hold what a tool wrote: later tokens are drawn after it."""
+  params = parameters(MOE)
+  rng = np.random.default_rng(5)
+  tokens = jnp.asarray(rng.integers(2, V, (8, LENGTH)), jnp.int32)
+  real = jnp.arange(LENGTH)[None] < jnp.asarray(rng.integers(5, LENGTH + 1, 8))[:, None]
+  tool = (jnp.arange(LENGTH) // 2 == 1)[None]
+  valid = real & ~tool
+  blank = jnp.zeros(8, jnp.int32)
+  text = jnp.where(jnp.arange(WIDTH)[None] >= START[:, None], TEXT, 0)
+
+  @jax.jit
+  def engine(params):
+    """What an engine says that has read everything."""
+    whole = jnp.concatenate([text, jnp.where(real, tokens, 0)[:, :-1]], 1)
+    hidden, _, aux = policy.apply(params, MOE, whole, start=jnp.asarray(START))
+    return policy.logits(params, hidden[:, WIDTH - 1 :]), aux.routes
+
+  logits, routes = engine(params)
+  rollout = types.Rollout(
+    prompts=text,
+    start=jnp.asarray(START),
+    tokens=tokens,
+    valid=valid,
+    logits=logits,
+    hidden=None,
+    logp=jnp.where(valid, divergences.logp(logits, tokens), 0),
+    routes=routes,
+    version=0 * tokens,
+    engine=blank,
+    reward=0.0 * blank,
+    real=real,
+  )
+
+  @jax.jit
+  def judged(params, rollout):
+    hidden, aux = scoring.score(params, MOE, rollout)
+    kl = divergences.kl(policy.logits(params, hidden), rollout.logits)
+    again = scoring.replay(params, MOE, rollout, KEY, samples=1)
+    logp = scoring.policy_logp(params, MOE, rollout)
+    return kl, logp, again.logp, metrics.route_flips(rollout, aux.routes)
+
+  kl, logp, again, flips = judged(params, rollout)
+  own = np.asarray(valid)
+  assert np.asarray(kl)[own].max() < 1e-9 and flips == 0
+  np.testing.assert_allclose(logp, rollout.logp, rtol=0, atol=1e-5)
+  np.testing.assert_allclose(again, rollout.logp, rtol=0, atol=1e-5)
+  # Read as padding, the tool's text would move every later token.
+  wrong, *_ = judged(params, dataclasses.replace(rollout, real=None))
+  late = own & (np.arange(LENGTH)[None] > 3)
+  assert (np.asarray(wrong)[late] > 1e-3).mean() > 0.5
+  # Flips after the gap count.
+  moved = rollout.routes.at[:, WIDTH + 3].add(1)
+  some = metrics.route_flips(dataclasses.replace(rollout, routes=moved % MOE.experts), routes)
+  assert some > 0

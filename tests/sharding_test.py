@@ -1,4 +1,4 @@
-"""trm_jax.sharding: the mesh, and that nothing happens without one."""
+"""trm_jax.mesh.sharding: the mesh, and that nothing happens without one."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from trm_jax import divergences, sharding, types
+from trm_jax import divergences, types
+from trm_jax.mesh import sharding
 
 
 @pytest.mark.parametrize('text, want', [('8,1', (8, 1)), ('4, 2', (4, 2)), ('1,16', (1, 16))])
@@ -61,6 +62,7 @@ def log_likelihood(logits, tokens, valid, *, axis_name=None):
   return jnp.where(valid, divergences.logp(logits, tokens, axis_name=axis_name), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', [(1, 1), (8, 1), (4, 2), (1, 8)])
 def test_over_vocabulary_value_and_gradient(shape):
   rng = np.random.default_rng(0)
@@ -94,7 +96,7 @@ def test_simulated_devices():
   sharding.simulate_devices(3)  # too late: the backend is up
   assert len(jax.devices()) == 8
   code = (
-    'import jax; jax.config.update("jax_platforms", "cpu"); from trm_jax import sharding;'
+    'import jax; jax.config.update("jax_platforms", "cpu"); from trm_jax.mesh import sharding;'
     ' sharding.simulate_devices(3); print(len(jax.devices()))'
   )
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)

@@ -10,11 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import blocks, linear_head, method, pair, policy, stores, tasks, train, update
+from trm_jax import policy, tasks, training
+from trm_jax.divergences import linear_head
+from trm_jax.divergences.passes import blocks, pair
 from trm_jax.mismatch import decoding, fleet, precision, staleness
+from trm_jax.rollouts import groups, stores
+from trm_jax.training import update
+from trm_jax.training.words import MethodWords
 from trm_jax.types import InputError, Rollout
 
-CONFIG = train.Config(
+CONFIG = training.Config(
   task='toy_task',
   prompts=8,
   samples=4,
@@ -24,7 +29,7 @@ CONFIG = train.Config(
   policy=policy.PolicyConfig(
     width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
   ),
-  warm_start=train.WarmStart(steps=0),
+  warm_start=training.WarmStart(steps=0),
   fleet=fleet.Fleet(
     broken=fleet.Engine(
       staleness=staleness.Staleness(stuck=True),
@@ -56,10 +61,9 @@ V, ROWS = 331, 16  # the rows of one engine
 )
 def test_what_a_store_cannot_tell_is_refused(store, limits, word):
   with pytest.raises(InputError, match=word):
-    dataclasses.replace(CONFIG, store=store, method=method.Method(**limits))
+    dataclasses.replace(CONFIG, store=store, method=MethodWords(**limits))
   with pytest.raises(InputError, match=word):
-    chosen = method.Method(**limits)
-    stores.check(store, chosen.limits, chosen.bound)
+    stores.check_method(store, MethodWords(**limits).make())
 
 
 @pytest.mark.parametrize(
@@ -89,9 +93,9 @@ def test_bytes():
 @pytest.mark.parametrize('rooms', [(3,), (2, 1)])
 def test_apart_is_the_inverse_of_side_by_side(rooms):
   rows = jnp.arange(12.0)
-  parts = stores.apart(rows, rooms)
+  parts = groups.apart(rows, rooms)
   assert [len(p) for p in parts] == [4 * n for n in rooms]
-  np.testing.assert_array_equal(stores.side_by_side(parts, 4), rows)
+  np.testing.assert_array_equal(groups.side_by_side(parts, 4), rows)
   np.testing.assert_array_equal(parts[-1][: rooms[-1]], rows[3 - rooms[-1] : 3])
 
 
@@ -119,8 +123,8 @@ def lowered(monkeypatch, store):
   monkeypatch.setattr(
     tasks, 'load', lambda name: dataclasses.replace(load(name), vocabulary=('x',) * V)
   )
-  chosen = method.Method(kl_coefficient=0.1, **LIMITS[store])
-  built = train.build(dataclasses.replace(CONFIG, store=store, method=chosen))
+  chosen = MethodWords(kl_coefficient=0.1, **LIMITS[store])
+  built = training.build(dataclasses.replace(CONFIG, store=store, method=chosen))
   with jax.set_mesh(built.mesh):
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(built.start, jax.eval_shape(built.init, key), key)
@@ -144,7 +148,11 @@ def scores_of_all_tokens(text, slots):
 
 @pytest.mark.parametrize(
   'store',
-  ['hidden', 'topk', *(pytest.param(s, marks=pytest.mark.slow) for s in ('logits', 'logp'))],
+  [
+    'hidden',
+    pytest.param('topk', marks=pytest.mark.slow),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ('logits', 'logp')),
+  ],
 )
 def test_only_logits_hold_the_scores_of_all_tokens(monkeypatch, store):
   program, built = lowered(monkeypatch, store)

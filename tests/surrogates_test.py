@@ -1,4 +1,4 @@
-"""trm_jax.surrogates: objectives per token and their aggregation under masks."""
+"""trm_jax.objectives.surrogates: objectives per token and their aggregation under masks."""
 
 import functools
 import inspect
@@ -14,13 +14,12 @@ import jaxtyping
 import numpy as np
 import oracles
 import pytest
-from jax import P
 
-from trm_jax import importance, sharding, surrogates, trust_region
+from trm_jax import masks
+from trm_jax.objectives import surrogates, weights
 from trm_jax.types import Divergences, InputError
 
 SEEDS = st.integers(0, 2**20)
-MESHES = [(4, 2), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)]
 B, T = 8, 5
 BAD = [jnp.nan, jnp.inf, -jnp.inf, 1e4, -1e4]
 
@@ -47,13 +46,13 @@ SWITCHES = pytest.mark.parametrize(
   list(itertools.product(['sum', 'mean', 'constant'], ['total', 'accepted'])),
 )
 CRITERIA = {
-  'max_kl': functools.partial(trust_region.max_kl, limit=0.05),
-  'mean_kl': functools.partial(trust_region.mean_kl, limit=0.02),
-  'max_tv': functools.partial(trust_region.max_tv, limit=0.15),
-  'max_k2': functools.partial(trust_region.max_k2, limit=0.05),
-  'mean_k3': functools.partial(trust_region.mean_k3, limit=0.02),
-  'combined': functools.partial(trust_region.combined, max_limit=0.05, mean_limit=0.02),
-  'all': trust_region.keep_all,
+  'max_kl': masks.max_kl(limit=0.05),
+  'mean_kl': masks.mean_kl(limit=0.02),
+  'max_tv': masks.max_tv(limit=0.15),
+  'max_k2': masks.max_k2(limit=0.05),
+  'mean_k3': masks.mean_k3(limit=0.02),
+  'combined': masks.combined(max_limit=0.05, mean_limit=0.02),
+  'all': masks.keep_all,
 }
 
 
@@ -159,7 +158,7 @@ def test_decoupled_is_ppo_clip_where_engine_and_trainer_agree():
 
 def test_decoupled_is_truncated_importance_sampling_on_the_first_step():
   logp, rollout, a, valid = case(2, 1.0)
-  weight = importance.truncated(logp - rollout, valid)
+  weight = weights.truncated(logp - rollout, valid)
   assert (weight == 2).any() and (weight < 1).any()
   tis = lambda x: (weight * surrogates.ratio_pg(x, logp, a, valid)).sum()
   both = lambda x: surrogates.decoupled(x, logp, rollout, a, valid).sum()
@@ -300,9 +299,49 @@ def test_nothing_accepted_and_all_padding(reduce_tokens, normalize_by):
     value, gradient = jax.value_and_grad(lambda x, v=v, k=keep: run(x * jnp.nan, v, k).value)(x)
     assert value == 0
     m = run(x, v, keep)
-    assert m.total == 0 and m.count == (B if normalize_by == 'total' else 0)
+    # A row without tokens is no row.
+    assert m.total == 0
+    assert m.count == (v.any(-1).sum() if normalize_by == 'total' else 0)
     del gradient
     np.testing.assert_array_equal(jax.grad(lambda x, v=v, k=keep: run(x, v, k).value)(x), 0)
+
+
+def test_rows_without_tokens_are_not_counted():
+  # Five rows, the last of padding alone, the first rejected: four rows exist.
+  valid = jnp.ones((5, 3), bool).at[4].set(False)
+  keep = jnp.ones(5, bool).at[0].set(False)
+  every, accepted = (
+    surrogates.aggregate(jnp.ones((5, 3)), valid, keep, normalize_by=by)
+    for by in ('total', 'accepted')
+  )
+  assert (every.total, every.count) == (9, 4)
+  assert (accepted.total, accepted.count) == (9, 3)
+
+
+def test_low_precision_is_raised_at_the_border():
+  # bfloat16 counts to 256 and no further.
+  valid, keep = jnp.ones((301, 1), bool), jnp.ones(301, bool)
+  mean = surrogates.aggregate(jnp.ones((301, 1), jnp.bfloat16), valid, keep)
+  assert (mean.total, mean.count) == (301, 301) and mean.count.dtype == jnp.float32
+  logp, anchor, a, valid = case()
+  low = lambda x: x.astype(jnp.bfloat16)
+  for fn in (surrogates.ratio_pg, surrogates.ppo_clip):
+    stored = fn(low(logp).astype(jnp.float32), low(anchor).astype(jnp.float32), a, valid)
+    np.testing.assert_array_equal(fn(low(logp), low(anchor), a, valid), stored)
+
+
+def test_a_missing_log_prob_shows_and_a_mask_removes_it():
+  logp, anchor, a, valid = case()
+  anchor, keep = anchor.at[0, 0].set(jnp.nan), jnp.ones(B, bool)
+
+  def loss(logp, keep, fn):
+    return surrogates.aggregate(fn(logp, anchor, a, valid), valid, keep).total
+
+  engine = lambda logp, anchor, a, valid: surrogates.decoupled(logp, logp, anchor, a, valid)
+  for fn in (surrogates.ratio_pg, surrogates.ppo_clip, engine):
+    assert jnp.isnan(loss(logp, keep, fn))
+    value, gradient = jax.value_and_grad(loss)(logp, keep.at[0].set(False), fn)
+    assert jnp.isfinite(value) and jnp.isfinite(gradient).all() and (gradient[0] == 0).all()
 
 
 @pytest.mark.parametrize('constant', [None, 0, -3.0, math.nan])
@@ -398,20 +437,6 @@ def test_rejected_entries_add_exactly_nothing(fn, bad, where, rank):
 
 @BATTERY
 @pytest.mark.parametrize('bad', BAD)
-def test_padding_adds_exactly_nothing(fn, bad):
-  logp, anchor, a, valid = case()
-  keep = jnp.ones(B, bool)
-  run = jax.value_and_grad(functools.partial(loss, fn, keep), (0, 1))
-  want, got = (
-    run(logp, anchor, a, valid),
-    run(jnp.where(valid, logp, bad), jnp.where(valid, anchor, -bad), a, valid),
-  )
-  for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    np.testing.assert_array_equal(g, w)
-
-
-@BATTERY
-@pytest.mark.parametrize('bad', BAD)
 def test_accepted_extremes_have_a_finite_gradient(fn, bad):
   # Whatever a mask let through: the ratio is capped, so no gradient is NaN or inf.
   logp, anchor, a, valid = case()
@@ -426,89 +451,6 @@ def test_an_accepted_advantage_that_is_not_finite_is_not_hidden(fn, bad):
   logp, anchor, a, valid = case()
   value = loss(fn, jnp.ones(B, bool), logp, anchor, a.at[3].set(bad), valid)
   assert not jnp.isfinite(value)
-
-
-# Transformations.
-
-
-def everything(logp, anchor, a, valid, axis_name=None):
-  """Every surrogate and every switch once; how they combine is tested above."""
-  keep = CRITERIA['max_kl'](divergences_of(logp, anchor), valid)
-  found = {}
-  for (fn, _), reduce_tokens, normalize_by in zip(
-    SURROGATES, ['sum', 'mean', 'constant'], ['total', 'accepted', 'total'], strict=True
-  ):
-    found[reduce_tokens] = surrogates.aggregate(
-      fn(logp, anchor, a, valid),
-      valid,
-      keep,
-      reduce_tokens=reduce_tokens,
-      normalize_by=normalize_by,
-      constant=7.0,
-      axis_name=axis_name,
-    )
-  return found
-
-
-def value_and_gradient(fn, logp, anchor, a, valid):
-  """All means, and the gradient of their values, each weighed differently."""
-
-  def weighed(logp, a):
-    found = fn(logp, anchor, a, valid)
-    return sum((1 + i) * found[k].value for i, k in enumerate(sorted(found))), found
-
-  (_, found), gradients = jax.value_and_grad(weighed, (0, 1), has_aux=True)(logp, a)
-  return found, gradients
-
-
-@functools.cache
-def unsplit():
-  return jax.jit(functools.partial(value_and_gradient, everything))(*case(4))
-
-
-def close(got, want):
-  for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
-
-
-def test_jit_vmap_and_strict_promotion():
-  x = case(4)
-  want = everything(*x)
-  close(jax.jit(everything)(*x), want)
-  halves = jax.vmap(everything)(*(y.reshape(2, B // 2, *y.shape[1:]) for y in x))
-  close(jax.tree.map(lambda y: y.sum(0), halves), want)
-  with jax.numpy_dtype_promotion('strict'):
-    close(everything(*x), want)
-
-
-@pytest.mark.parametrize('mesh', MESHES)
-def test_rows_split_over_a_mesh(mesh):
-  x = case(4)
-  with jax.set_mesh(sharding.make_mesh(*mesh)):
-    split = jax.shard_map(
-      functools.partial(everything, axis_name='data'),
-      in_specs=P('data'),
-      out_specs=P(),
-      check_vma=True,
-    )
-    x = jax.device_put(x, P('data'))
-    got = jax.jit(functools.partial(value_and_gradient, split))(*x)
-  close(got, unsplit())
-
-
-@pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
-def test_rows_split_over_a_named_axis(mapped):
-  x = case(4)
-  want = unsplit()
-  run = mapped(functools.partial(everything, axis_name='data'), axis_name='data')
-  first = lambda *x: jax.tree.map(lambda y: y[0], run(*x))
-  found, gradients = value_and_gradient(first, *(y.reshape(8, 1, *y.shape[1:]) for y in x))
-  close(found, want[0])
-  for g, w in zip(gradients, want[1], strict=True):
-    np.testing.assert_allclose(g.reshape(w.shape), w, rtol=1e-5, atol=1e-6)
-  # Every device holds the same means.
-  for leaf in jax.tree.leaves(run(*(y.reshape(8, 1, *y.shape[1:]) for y in x))):
-    np.testing.assert_array_equal(leaf, leaf[0] + jnp.zeros(8))
 
 
 @pytest.mark.parametrize('switch', [dict(reduce_tokens='avg'), dict(normalize_by='kept')])

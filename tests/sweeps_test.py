@@ -13,17 +13,20 @@ import pytest
 
 from experiments import decoding_filters as df
 from experiments import estimators as es
-from experiments import estimators_report as er
-from experiments import filters_report, precision_report, routing_report, sweep
 from experiments import precision_ladder as pl
 from experiments import routing_flips as rf
 from experiments import staleness_sweep as st
-from trm_jax import divergences, enumeration, loop, oracle, policy, train
-from trm_jax.mismatch import decoding, fleet, measurements, precision
+from experiments.laboratory import sweep
+from experiments.reports import estimators_report as er
+from experiments.reports import filters_report, precision_report, routing_report
+from trm_jax import divergences, measurements, policy, training
+from trm_jax.exact import enumeration, oracle
+from trm_jax.mismatch import decoding, fleet, precision
+from trm_jax.training import loop
 from trm_jax.types import InputError
 
-BROKEN = train.Config(fleet=fleet.Fleet(broken_samples=1))
-WARM = train.Config(temperature=0.5)
+BROKEN = training.Config(fleet=fleet.Fleet(broken_samples=1))
+WARM = training.Config(temperature=0.5)
 REPORTS = {df: filters_report, es: er, pl: precision_report, rf: routing_report}
 
 
@@ -35,7 +38,7 @@ REPORTS = {df: filters_report, es: er, pl: precision_report, rf: routing_report}
     (st.StalenessSweep, dict(ages=(1, 2, 4)), 'must rise from 0'),
     (st.StalenessSweep, dict(ages=(0, 1, 1000)), 'steps=72'),
     (st.StalenessSweep, dict(limits=(0.2, 0.1)), 'limits'),
-    (st.StalenessSweep, dict(config=train.Config(minibatches=2)), 'minibatches'),
+    (st.StalenessSweep, dict(config=training.Config(minibatches=2)), 'minibatches'),
     (rf.RoutingFlips, dict(shapes=('4:4',)), '4:4'),
     (rf.RoutingFlips, dict(shapes=('8:2', '8:2')), 'each once'),
     (rf.RoutingFlips, dict(sizes=(0.0, 0.1, 1.0)), 'sizes'),
@@ -106,6 +109,7 @@ def number(tree):
   return jax.tree.map(jnp.float32, tree)
 
 
+@pytest.mark.slow
 def test_traced_formats_are_those_of_the_simulator():
   draw = np.random.default_rng(0)
   x = jnp.asarray(draw.normal(size=(4, 300)) * 2.0 ** np.linspace(-20, 20, 300), jnp.float32)
@@ -147,6 +151,7 @@ def test_traced_filters_are_those_of_the_simulator(by, settings):
 FILTERED = jax.jit(df.filtered)
 
 
+@pytest.mark.slow
 def test_two_outcomes_are_exact_where_the_others_keep_their_proportions():
   draw = np.random.default_rng(2)
   p = jnp.asarray(2 * draw.normal(size=(50, 6)), jnp.float32)
@@ -160,6 +165,7 @@ def test_two_outcomes_are_exact_where_the_others_keep_their_proportions():
   assert (two <= other.kl + 1e-6).all() and two.mean() < 0.8 * other.kl.mean()
 
 
+@pytest.mark.slow
 def test_a_raw_surrogate_has_the_true_gradient_on_policy_and_no_ratios_elsewhere():
   draw = np.random.default_rng(3)
   with enumeration.float64():
@@ -262,6 +268,7 @@ def routed(power, left, first):
   return of
 
 
+@pytest.mark.slow
 def test_routing_says_what_was_planted(tmp_path):
   args = rf.RoutingFlips(seeds=3)
   names = [f'{s.replace(":", "k")}_{d}' for s in args.shapes for d in args.dials(s)]
@@ -332,6 +339,7 @@ def cut(raw, replayed, late):
   return of
 
 
+@pytest.mark.slow
 def test_filters_say_what_was_planted(tmp_path):
   args = df.DecodingFilters(seeds=3)
   text = said(df, args, seeded(args.dials(), cut(1e-7, 0.3, 1.5)), tmp_path)
@@ -381,6 +389,7 @@ def test_the_largest_of_a_row_grows_with_it_and_rates_are_by_the_exact_decision(
 # Whole runs.
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_estimators_and_its_bounds_hold(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(es, 'KEEP', (1, 64))  # half of the compilation
   few = tuple(n for n in er.ESTIMATORS if not n.endswith(('=4', '=16')))
@@ -408,7 +417,7 @@ def test_a_whole_run_of_estimators_and_its_bounds_hold(monkeypatch, tmp_path, ca
   assert (values['binary'] <= values['exact'] * 1.01 + 1e-6).all()
 
 
-TINY = train.Config(
+TINY = training.Config(
   task='toy_task',
   steps=3,
   prompts=2,
@@ -416,8 +425,8 @@ TINY = train.Config(
   policy=policy.PolicyConfig(
     width=8, layers=1, heads=2, kv_heads=2, head_width=4, mlp_width=8, experts=3
   ),
-  optimizer=train.Optimizer(learning_rate=1e-2, warmup=0),
-  warm_start=train.WarmStart(steps=1, batch=4),
+  optimizer=training.Optimizer(learning_rate=1e-2, warmup=0),
+  warm_start=training.WarmStart(steps=1, batch=4),
 )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from trm_jax import tasks, types
-from trm_jax.tasks import sorting
+from trm_jax.tasks import identity, sorting
 
 TASK = sorting.TASK
 SPLITS = {'train': 16384, 'validation': 512, 'test': 512}
@@ -56,6 +56,7 @@ def same(a, b):
 # The data set.
 
 
+@pytest.mark.slow
 def test_splits_are_complete_distinct_and_disjoint(data_dir):
   rows = {split: epoch(data_dir, split, batch_size=256) for split in SPLITS}
   assert {split: len(found) for split, found in rows.items()} == SPLITS
@@ -88,6 +89,7 @@ def test_tensorflow_is_not_needed(tmp_path, monkeypatch):
   assert 'tensorflow' not in sys.modules
 
 
+@pytest.mark.slow
 def test_prepare_is_silent_and_leaves_a_ready_data_set_alone(tmp_path, capfd):
   tasks.prepare(TASK, tmp_path)
   before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob('*.*')}
@@ -96,6 +98,7 @@ def test_prepare_is_silent_and_leaves_a_ready_data_set_alone(tmp_path, capfd):
   assert tuple(capfd.readouterr()) == ('', '')
 
 
+@pytest.mark.slow
 def test_interrupted_prepare_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch):
   def stop(self, rows):
     yield 0, {'digits': np.arange(4, dtype=np.int32)}
@@ -105,11 +108,12 @@ def test_interrupted_prepare_leaves_nothing_and_can_be_repeated(tmp_path, monkey
     patch.setattr(sorting.Sorting, '_generate_examples', stop)
     with pytest.raises(KeyboardInterrupt):
       tasks.prepare(TASK, tmp_path)
-  assert list((tmp_path / 'sorting').iterdir()) == []
+  assert [list(path.iterdir()) for path in tmp_path.glob('*/sorting')] == [[]]
   tasks.prepare(TASK, tmp_path)
   assert len(epoch(tmp_path, 'test', batch_size=64)) == 512
 
 
+@pytest.mark.slow
 def test_prepare_accepts_that_another_process_was_faster(tmp_path, monkeypatch):
   original = sorting.Sorting._split_generators
 
@@ -120,7 +124,7 @@ def test_prepare_accepts_that_another_process_was_faster(tmp_path, monkeypatch):
 
   monkeypatch.setattr(sorting.Sorting, '_split_generators', overtaken)
   tasks.prepare(TASK, tmp_path)
-  assert [path.name for path in (tmp_path / 'sorting').iterdir()] == ['1.0.0']
+  assert [path.name for path in tmp_path.glob('*/sorting/*')] == ['1.0.0']
   assert len(epoch(tmp_path, 'test', batch_size=64)) == 512
 
 
@@ -134,6 +138,7 @@ def test_batches_are_right_aligned_int32(data_dir):
   assert all(5 <= len(text) <= 16 for text in texts(batch))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
   position=st.integers(0, 40),
@@ -239,6 +244,43 @@ def test_folder_that_cannot_be_written(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['file']
 
 
+@pytest.mark.parametrize(
+  'state', [{'next_index': i} for i in (-1, 'x', 1, 3, 10**9, 2**70)] + [{}, None]
+)
+def test_a_cursor_that_cannot_be_is_refused(data_dir, state):
+  iterator = stream(data_dir)
+  next(iterator), next(iterator)
+  due = iterator.get_state()
+  with pytest.raises(types.InputError, match='data cursor=.*2 batches.*put the checkpoint back'):
+    tasks.resume(stream(data_dir), state, 2)
+  again = stream(data_dir)
+  tasks.resume(again, due, 2)
+  assert texts(next(again)) == texts(next(iterator))
+
+
+@pytest.mark.parametrize(
+  'bad, words',
+  [
+    (np.arange(20), '20 tokens'),
+    (np.array([3, 99]), 'the id 99'),
+    (np.array([-100]), 'the id -100'),
+    (np.array([1.5]), 'integers'),
+  ],
+)
+def test_all_prompts_are_checked_and_the_row_is_named(data_dir, bad, words):
+  rows, seen = [], []
+  whole = tasks.check(TASK, 'test', data_dir, progress=lambda *done: seen.append(done))
+  assert whole == tasks.check(TASK, 'test', data_dir) != tasks.check(TASK, 'validation', data_dir)
+  assert seen == [(512, 512)]
+
+  def encode(row):
+    rows.append(row)
+    return bad if len(rows) == 301 else TASK.encode(row)
+
+  with pytest.raises(types.InputError, match=rf"'sorting' \(row 300 of 'test'\).*{words}"):
+    tasks.check(dataclasses.replace(TASK, encode=encode), 'test', data_dir)
+
+
 def test_prompt_longer_than_its_slots(data_dir):
   short = dataclasses.replace(TASK, prompt_length=6)
   iterator = tasks.prompts(short, split='train', data_dir=data_dir, batch_size=64, seed=0)
@@ -290,6 +332,48 @@ def test_a_new_task_is_one_file_anywhere(tmp_path, monkeypatch, module):
 
 def test_load_finds_the_task():
   assert tasks.load('trm_jax.tasks.sorting') is TASK
+  assert tasks.load('trm_jax.tasks.sorting:TASK') is TASK
+  assert tasks.load('trm_jax.tasks.moves:MOVES_64').response_length == 64
+
+
+def other_task(path, monkeypatch, name, *, last=1, comment='', prompt='ab', code=97):
+  """A module of its own with a data set that many call Letters."""
+  text = NEW_TASK.format(name='').replace("'text': 'ab'", f"'text': '{prompt}'")
+  text = text.replace('c - 97', f'c - {code}')
+  path.mkdir(exist_ok=True)
+  (path / f'{name}.py').write_text(f'# {comment}\n{text}\nLAST = {last}\n')
+  monkeypatch.syspath_prepend(path)
+  importlib.invalidate_caches()
+  sys.modules.pop(name, None)
+  return tasks.load(name)
+
+
+def test_two_modules_of_one_name_and_an_edited_builder_share_no_rows(tmp_path, monkeypatch):
+  def first(task):
+    tasks.prepare(task, tmp_path / 'data')
+    batches = tasks.prompts(
+      task, split='train', data_dir=tmp_path / 'data', batch_size=1, seed=0, shuffle=False
+    )
+    return next(batches)['prompts'].tolist()
+
+  one = first(other_task(tmp_path / 'x', monkeypatch, 'of_one_name_x'))
+  two = first(other_task(tmp_path / 'x', monkeypatch, 'of_one_name_y', prompt='ba'))
+  edited = first(other_task(tmp_path / 'x', monkeypatch, 'of_one_name_x', prompt='bb'))
+  assert [one[0][-2:], two[0][-2:], edited[0][-2:]] == [[0, 1], [1, 0], [1, 1]]
+
+
+def test_identity_is_content(tmp_path, monkeypatch):
+  parts = lambda *a, **k: identity.parts(other_task(tmp_path, monkeypatch, *a, **k))
+  before = parts('same_content_x')
+  assert parts('same_content_y') == before
+  assert parts('same_content_x', comment='what this is for', last=2) == before
+  encoded = parts('same_content_z', code=96)
+  assert [name for name in before if encoded[name] != before[name]] == ['encode']
+  made = parts('same_content_w', prompt='ba')
+  assert [name for name in before if made[name] != before[name]] == ['builder']
+  assert identity.source(tasks.load('trm_jax.tasks.addition').reward) != identity.source(
+    tasks.load('trm_jax.tasks.addition:SCRATCHPAD').reward
+  )
 
 
 @pytest.mark.parametrize(
@@ -415,6 +499,7 @@ def demonstrated(rows, seed=0, width=16):
   return np.asarray(tokens), np.asarray(valid)
 
 
+@pytest.mark.slow
 def test_demonstrator_ends_in_eos_and_pads():
   rows = [list(np.random.RandomState(i).randint(0, 10, 4 + i % 12)) for i in range(240)]
   for width in (16, 20):
@@ -446,6 +531,7 @@ def test_demonstrator_statistics():
   ).any()
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
   rows = [list(np.random.RandomState(i).randint(0, 10, 4 + i % 12)) for i in range(64)]
   prompts, start = prompt_arrays(rows)

@@ -1,11 +1,11 @@
-"""trm_jax.terms: the summands, against float64 at single entries."""
+"""trm_jax.divergences.passes.terms: the summands, against float64 at single entries."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trm_jax import terms
+from trm_jax.divergences.passes import terms
 
 # log q/p from far below to far above the switch between series and closed form.
 GAPS = np.concatenate([

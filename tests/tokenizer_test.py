@@ -1,6 +1,7 @@
-"""trm_jax.tokenizer on tokenizers made here, and the way from text to a trained checkpoint."""
+"""`tokenizer` on tokenizers made here, and the way from text to a trained checkpoint."""
 
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -14,8 +15,10 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers
 
 from experiments import train_policy
-from trm_jax import loop, tasks, tokenizer, types, weights
+from trm_jax import checkpoints, tasks, types
+from trm_jax.checkpoints import tokenizer
 from trm_jax.tasks import reasoning
+from trm_jax.training import loop
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'qwen3'
 VOCAB = 40
@@ -219,6 +222,7 @@ def command(folder, tmp_path, *more):
   return tyro.cli(train_policy.TrainPolicy, args=[*line.split(), *more])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_trained_on_text(text_task, folder, tmp_path, capsys, monkeypatch):
   seen, run = [], loop.run
   note = lambda program, directory, params, **k: (
@@ -228,11 +232,11 @@ def test_a_checkpoint_is_trained_on_text(text_task, folder, tmp_path, capsys, mo
   train_policy.main(command(folder, tmp_path))
   assert '2 steps' in capsys.readouterr().out
   [(program, params)] = seen
-  config, published = weights.load(folder)
+  config, published = checkpoints.load(folder)
   assert program.config.policy == config and program.task is text_task
   jax.tree.map(np.testing.assert_array_equal, params, published)
   rows = (tmp_path / 'run' / 'rl' / 'metrics.jsonl').read_text().splitlines()
-  assert len(rows) == 3 and json.loads(rows[2])['grad_norm'] >= 0
+  assert len(rows) == 3 and math.isfinite(json.loads(rows[2])['grad_norm'])
   assert not (tmp_path / 'run' / 'warm_start').exists()
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from benchmarks import cases, measure, tpu_transforms
-from experiments import chips
+from trm_jax.planning import chips
 
 pytestmark = [
   pytest.mark.tpu_compile,

@@ -13,8 +13,8 @@ import pytest
 import trm_jax
 from benchmarks import cases as c
 from benchmarks import measure, tpu_transforms, transforms
-from trm_jax import sharding
-from trm_jax.sharding import DATA, MODEL
+from trm_jax.mesh import sharding
+from trm_jax.mesh.sharding import DATA, MODEL
 from trm_jax.types import InputError
 
 MESH = (4, 2)
@@ -39,7 +39,7 @@ def public():
 
 def test_every_public_transform_is_compiled_or_excluded_for_a_reason():
   functions = public()
-  assert len(functions) > 300 and 'linear_head.kl_from' in functions
+  assert len(functions) > 300 and 'divergences.linear_head.kl_from' in functions
   compiled = {
     name
     for case in cases()
@@ -72,9 +72,10 @@ def test_cases_are_laid_out_and_named_once():
   # Everything from an output head, but what reads or gives scores, is held to hold none.
   free = {case.name for case in cases() if case.positions}
   for name in names:
-    if name.startswith('linear_head.') and 'logits' not in name and 'project' not in name:
+    of_head = name.startswith('divergences.linear_head.')
+    if of_head and 'logits' not in name and 'project' not in name:
       assert name in free
-  assert 'judgement.judge, gradient' in free and 'train step, MoE' in free
+  assert 'training.judgement.judge, gradient' in free and 'train step, MoE' in free
 
 
 def run(monkeypatch, some, **options):

@@ -13,8 +13,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from trm_jax import loop, method, policy, recording, tasks, train, update
+from trm_jax import policy, tasks, training
 from trm_jax.mismatch import decoding, fleet, reporting, routing, staleness
+from trm_jax.runs import recording
+from trm_jax.training import loop, update
+from trm_jax.training.words import MethodWords
 from trm_jax.types import InputError, NonFiniteError
 
 TINY = policy.PolicyConfig(
@@ -23,7 +26,7 @@ TINY = policy.PolicyConfig(
 DENSE = dataclasses.replace(TINY, experts=0, experts_per_token=0)
 JITTER = fleet.Engine(routing=routing.Routing(jitter=1.0))
 # Everything that has a state of its own: history, followed limit, minibatches, epochs.
-CONFIG = train.Config(
+CONFIG = training.Config(
   task='toy_task',
   steps=7,
   prompts=4,
@@ -35,19 +38,19 @@ CONFIG = train.Config(
   minibatches=2,
   retrospective=True,
   policy=TINY,
-  warm_start=train.WarmStart(steps=3, batch=8),
+  warm_start=training.WarmStart(steps=3, batch=8),
   fleet=fleet.Fleet(
     broken=fleet.Engine(staleness=staleness.Staleness(steps=2, switch=6)), broken_samples=2
   ),
-  method=method.Method(max_kl=0.01, accept=0.7, surrogate='clip', anchor='version'),
-  optimizer=train.Optimizer(warmup=1, learning_rate=3e-2),
+  method=MethodWords(max_kl=0.01, accept=0.7, surrogate='clip', anchor='version'),
+  optimizer=training.Optimizer(warmup=1, learning_rate=3e-2),
   data_dir=os.path.join(os.environ['TFDS_DATA_DIR'], 'train_test'),
 )
 
 
 @functools.cache
 def program():
-  built = train.build(CONFIG)
+  built = training.build(CONFIG)
   tasks.prepare(built.task, CONFIG.data_dir)
   return built
 
@@ -143,7 +146,14 @@ def test_rows_of_a_run(whole):
   assert all(row['certificate/lower'] <= row['certificate/estimate'] for row in metrics[1:])
 
 
-@pytest.mark.parametrize('step, number', [(1, signal.SIGTERM), (4, signal.SIGINT), (5, 15)])
+@pytest.mark.parametrize(
+  'step, number',
+  [
+    pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+    (4, signal.SIGINT),
+    pytest.param(5, 15, marks=pytest.mark.slow),
+  ],
+)
 def test_interrupted_run_continues_bit_for_bit(tmp_path, start, whole, step, number):
   path = tmp_path / 'run'
   with pytest.raises(loop.Interrupted, match='--resume'):
@@ -155,6 +165,7 @@ def test_interrupted_run_continues_bit_for_bit(tmp_path, start, whole, step, num
   assert final_state(path, start) == whole[1]
 
 
+@pytest.mark.slow
 def test_killed_run_falls_back_to_its_last_checkpoint(tmp_path, start, whole):
   """Dies (here: an exception out of nowhere) between checkpoints 4 and 6, having logged step 5."""
 
@@ -174,6 +185,7 @@ def test_killed_run_falls_back_to_its_last_checkpoint(tmp_path, start, whole):
   assert final_state(path, start) == whole[1]
 
 
+@pytest.mark.slow
 def test_traced_steps_memory_and_speed_are_recorded(tmp_path, start):
   short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=3))
   compiles = []
@@ -195,6 +207,7 @@ def test_traced_steps_memory_and_speed_are_recorded(tmp_path, start):
   assert not any(name.startswith('time/') for row in metrics for name in row)
 
 
+@pytest.mark.slow
 def test_a_trace_can_tell_the_parts_of_a_step(start):
   with jax.set_mesh(program().mesh):
     state = program().start(start, jax.random.key(0))
@@ -219,6 +232,7 @@ def test_parts_of_a_step_are_timed_once(tmp_path, start):
   assert all(metrics[1][name] > 0 for name in names)
 
 
+@pytest.mark.slow
 def test_finished_run_is_only_read(tmp_path, start):
   path = tmp_path / 'run'
   first = loop.run(program(), path, start, progress=Watch())
@@ -240,11 +254,13 @@ def test_warm_start_is_reused_and_continues(tmp_path, start):
     loop.warm_start(other, path, progress=Watch())
 
 
+@pytest.mark.slow
 def test_run_does_not_consume_the_callers_parameters(tmp_path, start):
   loop.run(program(), tmp_path / 'run', start, progress=Watch())
   assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(start))
 
 
+@pytest.mark.slow
 def test_non_finite_loss_stops_names_step_and_rows_and_keeps_the_checkpoint(tmp_path, start):
   path, good = tmp_path / 'run', program()
   calls = []
@@ -266,6 +282,7 @@ def test_non_finite_loss_stops_names_step_and_rows_and_keeps_the_checkpoint(tmp_
   assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_another_config_in_the_directory_is_refused(tmp_path, start):
   path = tmp_path / 'run'
   loop.run(program(), path, start, progress=Watch())
@@ -276,6 +293,7 @@ def test_another_config_in_the_directory_is_refused(tmp_path, start):
     loop.run(other, path, start, resume=True, progress=Watch())
 
 
+@pytest.mark.slow
 def test_more_steps_extend_a_finished_run(tmp_path, start, whole):
   short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=4))
   loop.run(short, tmp_path / 'run', start, progress=Watch())
@@ -287,17 +305,40 @@ def test_more_steps_extend_a_finished_run(tmp_path, start, whole):
   same(drop(metrics), drop(whole[0]))
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_only_with_what_it_was_made_with(tmp_path, start):
+  path, config = tmp_path / 'run', dataclasses.replace(CONFIG, steps=2, save_every=1)
+  loop.run(training.build(config), path, start, progress=Watch())
+  longer = training.build(dataclasses.replace(config, steps=3))
+  other = jax.tree.map(lambda x: x + 1, start)
+  with pytest.raises(InputError, match='other content .digest of weights was .*put that back'):
+    loop.run(longer, path, other, resume=True, progress=Watch())
+  edited = dataclasses.replace(
+    longer, task=dataclasses.replace(longer.task, reward=lambda *rows: rows[1] * 0.0)
+  )
+  with pytest.raises(InputError, match='other content .digest of reward was '):
+    loop.run(edited, path, start, resume=True, progress=Watch())
+  lines = (path / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (path / 'metrics.jsonl').write_text(lines[0] + lines[2])
+  with pytest.raises(InputError, match='has no row of step 1: put back'):
+    loop.run(longer, path, start, resume=True, progress=Watch())
+  (path / 'metrics.jsonl').write_text(''.join(lines))
+  rows = loop.run(longer, path, start, resume=True, progress=Watch())
+  assert [row['step'] for row in rows] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
 def test_a_stuck_engine_keeps_the_weights_of_step_0():
   config = dataclasses.replace(
     CONFIG,
     fleet=fleet.Fleet(
       broken=fleet.Engine(staleness=staleness.Staleness(stuck=True)), broken_samples=2
     ),
-    method=method.Method(),
+    method=MethodWords(),
     epochs=1,
     minibatches=1,
   )
-  built = train.build(config)
+  built = training.build(config)
   with jax.set_mesh(built.mesh):
     params = built.init(jax.random.key(0))
     state = built.start(params, jax.random.key(1))
@@ -334,7 +375,7 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(policy=dataclasses.replace(TINY, kv_heads=1)), 'policy.kv_heads=1'),
     (dict(prompts=1, minibatches=1), 'prompts=1 cannot be laid out'),
     (dict(eval_prompts=1), 'eval_prompts=1 cannot be laid out'),
-    (dict(warm_start=train.WarmStart(batch=1)), 'warm_start.batch=1 cannot be laid out'),
+    (dict(warm_start=training.WarmStart(batch=1)), 'warm_start.batch=1 cannot be laid out'),
     (dict(fleet=fleet.Fleet(broken_samples=9)), 'broken_samples=9'),
     (dict(replay_routes='experts', policy=DENSE), "replay_routes='experts' needs experts"),
     (dict(replay_support=True, store='topk'), "replay_support=True .*store='topk' holds none"),
@@ -342,7 +383,7 @@ def test_a_stuck_engine_keeps_the_weights_of_step_0():
     (dict(eval_prompts=7, mesh='2,1'), 'eval_prompts'),
     (dict(store='topk', top=0), 'top=0'),
     (dict(seed=2**32 - 1), 'seed=4294967295 must lie in'),
-    (dict(temperature=math.inf), 'temperature=inf must be > 0 and finite'),
+    (dict(temperature=math.inf), 'temperature=inf must be at least 0.001 and finite'),
     (dict(response_length=0), 'response_length=0 must be at least 1'),
     (dict(fleet=fleet.Fleet(engine=JITTER), policy=DENSE), 'fleet.engine.routing.jitter'),
   ],
@@ -357,21 +398,22 @@ def test_misspelt_words_are_named(monkeypatch):
   with pytest.raises(InputError, match="^score='Replay' is not one of decode, replay"):
     dataclasses.replace(CONFIG, score='Replay')
   with pytest.raises(InputError, match="^method.scope='Prefix' is not one of sequence, prefix"):
-    method.Method(scope='Prefix')
+    MethodWords(scope='Prefix')
 
 
 def test_a_mesh_need_not_divide_the_vocabulary_over_data():
   wide = dataclasses.replace(TINY, width=24, heads=3, kv_heads=3, mlp_width=24, experts=3)
-  sizes = dict(prompts=6, eval_prompts=6, warm_start=train.WarmStart(batch=6), policy=wide)
-  program = train.build(dataclasses.replace(CONFIG, **sizes, mesh='3,1'))
+  sizes = dict(prompts=6, eval_prompts=6, warm_start=training.WarmStart(batch=6), policy=wide)
+  program = training.build(dataclasses.replace(CONFIG, **sizes, mesh='3,1'))
   assert program.task.vocab_size % 3
   with pytest.raises(InputError, match=f'cannot split the {program.task.vocab_size} tokens'):
-    train.build(dataclasses.replace(CONFIG, **sizes, mesh='1,3'))
+    training.build(dataclasses.replace(CONFIG, **sizes, mesh='1,3'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('warmup, moved', [(0, True), (1, False)])
 def test_without_a_warm_up_the_first_update_counts(warmup, moved):
-  optimizer = train.Optimizer(warmup=warmup).make()
+  optimizer = training.Optimizer(warmup=warmup).make()
   step, _ = optimizer.update(jnp.ones(3), optimizer.init(jnp.ones(3)), jnp.ones(3))
   assert bool(step.any()) is moved
 
@@ -379,11 +421,11 @@ def test_without_a_warm_up_the_first_update_counts(warmup, moved):
 @pytest.mark.parametrize(
   'part, setting, word',
   [
-    (train.Optimizer, dict(learning_rate=0.0), 'learning_rate'),
-    (train.Optimizer, dict(b2=1.0), 'b2'),
-    (train.Optimizer, dict(warmup=-1), 'warmup'),
-    (train.WarmStart, dict(steps=-1), 'steps'),
-    (train.WarmStart, dict(learning_rate=-1.0), 'learning_rate'),
+    (training.Optimizer, dict(learning_rate=0.0), 'learning_rate'),
+    (training.Optimizer, dict(b2=1.0), 'b2'),
+    (training.Optimizer, dict(warmup=-1), 'warmup'),
+    (training.WarmStart, dict(steps=-1), 'steps'),
+    (training.WarmStart, dict(learning_rate=-1.0), 'learning_rate'),
   ],
 )
 def test_bad_parts_are_named(part, setting, word):
@@ -391,35 +433,36 @@ def test_bad_parts_are_named(part, setting, word):
     part(**setting)
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_done_and_arms_without_what_they_need_are_refused(tmp_path, start):
   loop.run(program(), tmp_path / 'run', start, progress=Watch())
   short = dataclasses.replace(program(), config=dataclasses.replace(CONFIG, steps=4))
   with pytest.raises(InputError, match='steps=4'):
     loop.run(short, tmp_path / 'run', start, resume=True, progress=Watch())
-  random = method.Method(max_kl=0.1, random_mask=True)
+  random = MethodWords(max_kl=0.1, random_mask=True)
   with pytest.raises(InputError, match='random_mask'):
-    train.build(dataclasses.replace(CONFIG, method=random, minibatches=1, microbatches=2))
+    training.build(dataclasses.replace(CONFIG, method=random, minibatches=1, microbatches=2))
 
 
 def test_task_longer_than_the_horizon_and_too_small_a_machine_are_refused():
   with pytest.raises(InputError, match='response_length=8'):
-    train.build(dataclasses.replace(CONFIG, response_length=8))
+    training.build(dataclasses.replace(CONFIG, response_length=8))
   late = fleet.Engine(reporting=reporting.Reporting(shift=99))
   with pytest.raises(InputError, match='fleet.broken.reporting.shift=99 .* slots'):
-    train.build(dataclasses.replace(CONFIG, fleet=fleet.Fleet(broken=late, broken_samples=1)))
+    training.build(dataclasses.replace(CONFIG, fleet=fleet.Fleet(broken=late, broken_samples=1)))
   with pytest.raises(InputError, match='16 devices'):
-    train.build(
+    training.build(
       dataclasses.replace(
         CONFIG,
         mesh='16,1',
         prompts=64,
         minibatches=1,
         eval_prompts=16,
-        warm_start=train.WarmStart(batch=16),
+        warm_start=training.WarmStart(batch=16),
       )
     )
   with pytest.raises(InputError, match='no.such.module'):
-    train.build(dataclasses.replace(CONFIG, task='no.such.module'))
+    training.build(dataclasses.replace(CONFIG, task='no.such.module'))
 
 
 @pytest.mark.slow
@@ -435,9 +478,9 @@ def test_mesh_flag_changes_nothing_but_rounding(mesh):
       minibatches=1,
       epochs=1,
       fleet=fleet.Fleet(),
-      method=method.Method(max_kl=0.1),
+      method=MethodWords(max_kl=0.1),
     )
-    built = train.build(config)
+    built = training.build(config)
     with jax.set_mesh(built.mesh):
       state = built.start(built.init(jax.random.key(0)), jax.random.key(1))
       batch = loop.rows(next(loop.prompts(built, 'train', 8, seed=0)))
@@ -451,14 +494,15 @@ def test_mesh_flag_changes_nothing_but_rounding(mesh):
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_replayed_experts_weights_and_support_leave_no_mismatch():
   """Of an engine with router noise and a filter."""
   engine = dataclasses.replace(JITTER, decoding=decoding.Decoding(top_k=5))
   config = dataclasses.replace(
     CONFIG, fleet=fleet.Fleet(engine=engine), epochs=1, minibatches=1, retrospective=False,
-    method=method.Method(anchor='recomputed'), replay_routes='weights', replay_support=True,
+    method=MethodWords(anchor='recomputed'), replay_routes='weights', replay_support=True,
   )  # fmt: skip
-  built = train.build(config)
+  built = training.build(config)
   tasks.prepare(built.task, CONFIG.data_dir)
   with jax.set_mesh(built.mesh):
     state = built.start(built.init(jax.random.key(0)), jax.random.key(1))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax import P
 
-from trm_jax import sharding, types
+from trm_jax import types
+from trm_jax.mesh import sharding
 from trm_jax.types import Mean
 
 
@@ -39,6 +40,12 @@ def test_hand_computed():
   # Two micro-batches: 6 over 2 and 4 over 8; together 10 / 10 = 1, not (3 + .5) / 2 = 1.75.
   assert (mean(6, 2) + mean(4, 8)).value == 1
   assert mean(6, 2).value == 3
+
+
+def test_counts_of_half_precision_do_not_stop():
+  one = Mean(jnp.bfloat16(2), jnp.bfloat16(1))
+  total = functools.reduce(lambda a, b: a + b, [one] * 301)
+  assert total.count == 301 and total.total == 602 and total.value == 2
 
 
 def test_nothing_to_average_is_zero_with_zero_gradient():

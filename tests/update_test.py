@@ -9,8 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from trm_jax import attention, judgement, method, policy, sampling, sharding, update
+from trm_jax import policy
+from trm_jax.mesh import sharding
 from trm_jax.mismatch import fleet, routing, staleness
+from trm_jax.policy import attention
+from trm_jax.rollouts import scoring
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record
+from trm_jax.training import judgement, update
+from trm_jax.training.words import MethodWords
 
 CONFIG = policy.PolicyConfig(
   width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=16, experts=2
@@ -22,7 +29,7 @@ FLEET = fleet.Fleet(
   broken=fleet.Engine(staleness=staleness.Staleness(stuck=True)),
   broken_samples=2,
 )
-TRM = method.Method(max_kl=0.15)
+TRM = MethodWords(max_kl=0.15).make()
 
 
 def settings(*methods, config=CONFIG, **sizes):
@@ -55,15 +62,11 @@ def roller(which, config=CONFIG, score='decode', options=None):
       prompts,
       start,
       keys[2],
-      samples=G,
-      length=T,
-      eos=3,
-      pad=2,
-      score=score,
+      Request(samples=G, length=T, eos=3, pad=2, temperature=0.9),
+      Record(score=score),
       version=jnp.int32(0),
       first=first,
       strength=strength,
-      temperature=0.9,
     )
     return dataclasses.replace(made, reward=reward)
 
@@ -121,25 +124,25 @@ def assert_close(got, want, relative=1e-5):
 
 METHODS = {
   'trm': TRM,
-  'accepted, mean, penalty': method.Method(
+  'accepted, mean, penalty': MethodWords(
     max_kl=0.15,
     reduce_tokens='mean',
     normalize_by='accepted',
     kl_coefficient=0.3,
     baseline_pool='loo_accepted',
     advantage='centred',
-  ),
-  'penalty on kept rows': method.Method(
+  ).make(),
+  'penalty on kept rows': MethodWords(
     mean_kl=0.05, reduce_tokens='constant', kl_coefficient=0.3, kl_scope='kept'
-  ),
-  'clip': method.Method(surrogate='clip', max_tv=0.3),
-  'random mask': method.Method(max_kl=0.15, random_mask=True),
-  'recomputed anchor': method.Method(anchor='recomputed', weight='tis'),
-  'no limit': method.Method(),
-  'neutral': method.Method(missing='neutral'),
-  'error': method.Method(missing='error'),
-  'nothing kept': method.Method(max_kl=1e-30, kl_coefficient=0.3),
-  'nothing kept, kept rows': method.Method(max_kl=1e-30, kl_coefficient=0.3, kl_scope='kept'),
+  ).make(),
+  'clip': MethodWords(surrogate='clip', max_tv=0.3).make(),
+  'random mask': MethodWords(max_kl=0.15, random_mask=True).make(),
+  'recomputed anchor': MethodWords(anchor='recomputed', weight='tis').make(),
+  'no limit': MethodWords().make(),
+  'neutral': MethodWords(missing='neutral').make(),
+  'error': MethodWords(missing='error').make(),
+  'nothing kept': MethodWords(max_kl=1e-30, kl_coefficient=0.3).make(),
+  'nothing kept, kept rows': MethodWords(max_kl=1e-30, kl_coefficient=0.3, kl_scope='kept').make(),
 }
 # Programs of several arms: one compilation for many methods.
 PLAIN = ('trm', 'random mask', 'recomputed anchor', 'no limit', 'neutral', 'error')
@@ -153,7 +156,7 @@ PENALTY = (
 
 @functools.cache
 def reference():
-  hidden = jax.jit(lambda p, r: sampling.score(p, CONFIG, r)[0])(params(2), rollout())
+  hidden = jax.jit(lambda p, r: scoring.score(p, CONFIG, r)[0])(params(2), rollout())
   heads = judgement.Heads(reference=policy.head(params(2)))
   return dict(reference_hidden=hidden, heads=heads)
 
@@ -177,6 +180,7 @@ def whole(name):
   return gradients(batch_for(name), settings(METHODS[name]))
 
 
+@pytest.mark.slow
 def test_the_reference_case_bites():
   report = whole('trm')[2]
   assert 0 < report.keep.sum() < ROWS
@@ -184,6 +188,7 @@ def test_the_reference_case_bites():
   assert report.route_flips > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name, parts',
   [('trm', 4)]
@@ -194,6 +199,7 @@ def test_micro_batches_change_nothing(name, parts):
   assert_close(got, whole(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['accepted, mean, penalty', 'penalty on kept rows'])
 @pytest.mark.parametrize('parts', [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_change_no_penalty(name, parts):
@@ -206,7 +212,7 @@ def test_micro_batches_change_no_penalty(name, parts):
     ('trm', (1, 1)),
     pytest.param('trm', (8, 1), marks=pytest.mark.slow),
     pytest.param('trm', (4, 2), marks=pytest.mark.slow),
-    ('accepted, mean, penalty', (4, 2)),
+    pytest.param('accepted, mean, penalty', (4, 2), marks=pytest.mark.slow),
   ],
 )
 def test_meshes_change_nothing(name, mesh):
@@ -214,12 +220,20 @@ def test_meshes_change_nothing(name, mesh):
   assert_close(got, whole(name))
 
 
-@pytest.mark.parametrize('name', ['trm', 'random mask', 'recomputed anchor'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param('trm', marks=pytest.mark.slow),
+    pytest.param('random mask', marks=pytest.mark.slow),
+    pytest.param('recomputed anchor', marks=pytest.mark.slow),
+  ],
+)
 def test_meshes_change_nothing_of_any_arm(name):
   """The random mask is one permutation on every mesh."""
   assert_close(arm(name, mesh=(4, 2)), arm(name))
 
 
+@pytest.mark.slow
 def test_micro_batches_on_a_mesh_change_nothing():
   got = gradients(batch(), settings(TRM, microbatches=2), mesh=(4, 2))
   assert_close(got, whole('trm'))
@@ -250,7 +264,9 @@ def bits(tree):
   return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize(
+  'value', [np.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.inf, -np.inf, 1e30))]
+)
 def test_padding_content_changes_no_bit(value):
   r, s = rollout(), settings()
   pad = ~r.valid
@@ -270,6 +286,7 @@ def test_padding_content_changes_no_bit(value):
   assert bits(one) == bits(two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 def test_rejected_rows_may_hold_anything(value):
   """Rows with a violation stay rejected with NaN or inf in them; nothing else moves by a bit."""
@@ -301,6 +318,7 @@ def test_without_replay_the_noise_is_far_below_any_limit():
   assert 0 < kl.max() < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['trm', 'recomputed anchor'])
 def test_arms_of_one_program_equal_programs_of_one_arm(name):
   assert_close(arm(name), whole(name), 1e-6)
@@ -325,6 +343,7 @@ def test_missing_log_probs(name, kept):
   assert bool(report.finite) is (name != 'error')
 
 
+@pytest.mark.slow
 def test_a_missing_log_prob_reads_as_that_of_the_weights_that_drew():
   r = rollout()
   r = dataclasses.replace(r, logp=r.logp.at[5, 0].set(jnp.nan))
@@ -358,6 +377,7 @@ def test_no_accepted_row_or_a_bad_gradient_moves_nothing():
     assert bits((held.params, held.opt_state)) == bits((moved.params, moved.opt_state))
 
 
+@pytest.mark.slow
 def test_minibatches_and_epochs_are_successive_steps():
   optimizer = optax.sgd(0.05)
   b = batch(recomputed_logp=rollout().logp)
@@ -391,6 +411,7 @@ def test_split_keeps_groups_whole():
   np.testing.assert_array_equal(parts[1], [2, 3, 8, 9, 14, 15, 20, 21])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize('parts', [2, 4])
 def test_parts_under_a_mesh_can_be_scanned_and_put_back(mesh, parts):
@@ -405,6 +426,7 @@ def test_parts_under_a_mesh_can_be_scanned_and_put_back(mesh, parts):
   np.testing.assert_array_equal(back, 2 * rows)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_finite_have_their_place_in_the_rollout():
   """Of two epochs of two minibatches; the batch is that of four."""
   report = jax.tree.map(lambda x: x[None], whole('trm')[2])
@@ -422,7 +444,7 @@ def test_limit_follows_the_batch_of_the_method_that_asks_for_it():
   report = jax.tree.map(lambda x: x[None], whole('trm')[2])
   begin = state(optax.sgd(1.0))
   fixed = update.follow_limit(begin, report, update.Arm(), settings())
-  follow = method.Method(max_kl=0.15, accept=0.5)
+  follow = MethodWords(max_kl=0.15, accept=0.5).make()
   moved = update.follow_limit(begin, report, update.Arm(), settings(follow))
   assert fixed.limit == begin.limit
   largest = np.where(report.scored.valid[0], report.scored.divergences.kl[0], 0).max(-1)
@@ -443,7 +465,7 @@ def test_limit_pools_all_updates_and_never_falls_to_float_noise():
     zero.scored.divergences, kl=jnp.full_like(zero.scored.divergences.kl, 1e-13)
   )
   zero = dataclasses.replace(zero, scored=dataclasses.replace(zero.scored, divergences=noise))
-  follow = settings(method.Method(max_kl=0.15, accept=0.9))
+  follow = settings(MethodWords(max_kl=0.15, accept=0.9).make())
   begin = state(optax.sgd(1.0))
   both = jax.tree.map(lambda a, b: jnp.stack([a, b]), zero, report)
   pooled = update.follow_limit(begin, both, update.Arm(), follow).limit
@@ -453,11 +475,12 @@ def test_limit_pools_all_updates_and_never_falls_to_float_noise():
   floor = dataclasses.replace(begin, limit=jnp.float32(update.LIMIT_FLOOR))
   still = update.follow_limit(floor, jax.tree.map(lambda x: x[None], zero), update.Arm(), follow)
   np.testing.assert_allclose(still.limit, update.LIMIT_FLOOR, rtol=1e-4)
-  fast = settings(method.Method(max_kl=0.15, accept=0.9, accept_rate=0.5, accept_floor=0.05))
+  fast = settings(MethodWords(max_kl=0.15, accept=0.9, accept_rate=0.5, accept_floor=0.05).make())
   moved = update.follow_limit(begin, jax.tree.map(lambda x: x[None], zero), update.Arm(), fast)
   np.testing.assert_allclose(moved.limit, (0.15 * 0.05) ** 0.5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_penalty_acts_even_where_no_row_is_accepted():
   loss, grads, report = whole('nothing kept')
   assert report.keep.sum() == 0 and report.accepted and loss > 0
@@ -465,6 +488,7 @@ def test_penalty_acts_even_where_no_row_is_accepted():
   assert not whole('nothing kept, kept rows')[2].accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layers', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(optimised, layers):
   """Compiled as users compile: optimisation must not tell the two forward passes apart."""
@@ -473,7 +497,7 @@ def test_identical_policies_are_accepted_and_the_mask_costs_no_bit(optimised, la
   r = roller(fleet.Fleet(), config, 'replay', optimised)(p, None, jnp.float32(1))
   masked, free = (
     program(settings(m, config=config), optimised)(p, batch(r), jnp.int32(0))
-    for m in (method.Method(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30), method.Method())
+    for m in (MethodWords(max_kl=1e-30, mean_kl=1e-30, max_tv=1e-30).make(), MethodWords().make())
   )
   np.testing.assert_array_equal(masked[2].scored.divergences.kl[r.valid], 0)
   assert masked[2].keep.all()

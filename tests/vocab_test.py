@@ -1,4 +1,4 @@
-"""trm_jax.vocab: reductions over a vocabulary, whole or split over devices."""
+"""`vocabulary`: reductions over a vocabulary, whole or split over devices."""
 
 import functools
 
@@ -12,7 +12,8 @@ import oracles
 import pytest
 from jax import P
 
-from trm_jax import sharding, vocab
+from trm_jax.divergences.passes import vocabulary
+from trm_jax.mesh import sharding
 
 MESHES = [(4, 2), (1, 8), (8, 1)]
 SHAPE = (8, 3, 16)
@@ -24,14 +25,14 @@ def case(seed=0, scale=3.0):
 
 
 def everything(x, tokens, axis_name=None):
-  """All four reductions; the centred pair as log-probs, which do not depend on the centre."""
-  c, log_s = vocab.centred(x, axis_name)
+  """All reductions."""
+  log_p = vocabulary.log_probs(x, axis_name=axis_name)
   return {
-    'maximum': vocab.maximum(x, axis_name),
-    'total': vocab.total(x, axis_name),
-    'pick': vocab.pick(x, tokens, axis_name),
-    'logp': vocab.pick(c, tokens, axis_name) - log_s,
-    'entropy': -vocab.total(jnp.exp(c - log_s[..., None]) * (c - log_s[..., None]), axis_name),
+    'maximum': vocabulary.maximum(x, axis_name),
+    'total': vocabulary.total(x, axis_name),
+    'pick': vocabulary.pick(x, tokens, axis_name),
+    'logp': vocabulary.pick(log_p, tokens, axis_name),
+    'entropy': -vocabulary.total(jnp.exp(log_p) * log_p, axis_name),
   }
 
 
@@ -65,42 +66,63 @@ def test_matches_the_oracle():
 
 
 def test_hand_computed():
-  # logits log(1, 2, 5): max log 5; centred log(1/5, 2/5, 1); sum 8/5.
+  # logits log(1, 2, 5): probabilities 1/8, 2/8, 5/8; at temperature 1/2 their squares, 1, 4, 25.
   x = jnp.log(jnp.array([1.0, 2.0, 5.0]))
-  centred, log_s = vocab.centred(x)
-  np.testing.assert_allclose(centred, np.log([0.2, 0.4, 1.0]), atol=1e-6)
-  np.testing.assert_allclose(log_s, np.log(1.6), rtol=1e-6)
-  np.testing.assert_allclose(vocab.total(jnp.exp(x)), 8.0, rtol=1e-6)
+  np.testing.assert_allclose(vocabulary.log_probs(x), np.log([1 / 8, 1 / 4, 5 / 8]), rtol=1e-6)
+  cold = vocabulary.log_probs(x, 0.5)
+  np.testing.assert_allclose(cold, np.log([1 / 30, 4 / 30, 25 / 30]), rtol=1e-6)
+  np.testing.assert_allclose(vocabulary.total(jnp.exp(x)), 8.0, rtol=1e-6)
 
 
 @hypothesis.given(seed=st.integers(0, 2**20), shift=st.integers(-10_000, 10_000))
-def test_centred_ignores_an_exact_shift(seed, shift):
+def test_log_probs_ignore_an_exact_shift(seed, shift):
   # Multiples of 1/64 up to 1e4 are exact in float32, so the shift costs no digit at all.
   x = jnp.round(case(seed)[0] * 64) / 64
-  for got, want in zip(vocab.centred(x + shift), vocab.centred(x), strict=True):
-    np.testing.assert_array_equal(got, want)
+  np.testing.assert_array_equal(vocabulary.log_probs(x + shift), vocabulary.log_probs(x))
 
 
-def test_centred_is_float32_and_has_maximum_zero():
-  centred, log_s = vocab.centred(case()[0].astype(jnp.bfloat16))
-  assert centred.dtype == log_s.dtype == jnp.float32
-  np.testing.assert_array_equal(centred.max(-1), 0)
-  assert (log_s >= 0).all()
+def test_log_probs_are_float32():
+  assert vocabulary.log_probs(case()[0].astype(jnp.bfloat16)).dtype == jnp.float32
 
 
-def test_tokens_outside_give_zero():
-  x = jnp.full((5, 4), 7.0)
-  tokens = jnp.array([-1, 0, 3, 4, 2**31 - 1])
-  np.testing.assert_array_equal(vocab.pick(x, tokens), [0, 7, 7, 0, 0])
+OUTSIDE = jnp.array([-100, -1, 0, 3, 4, 2**31 - 1, -(2**31)])
+
+
+def test_tokens_outside_are_missing():
+  x = jnp.full((7, 4), 7.0)
+  nan = jnp.nan
+  np.testing.assert_array_equal(vocabulary.pick(x, OUTSIDE), [nan, nan, 7, 7, nan, nan, nan])
+  # Of four entries three are tokens.
+  found = vocabulary.pick(x, OUTSIDE, vocab_size=3)
+  np.testing.assert_array_equal(found, [nan, nan, 7, nan, nan, nan, nan])
+
+
+@pytest.mark.parametrize('vocab_size, last', [(None, 7), (3, jnp.nan)])
+def test_tokens_outside_are_missing_where_no_device_holds_them(vocab_size, last):
+  x = jnp.full((2, 7, 2), 7.0)
+  pick = lambda x: vocabulary.pick(x, OUTSIDE, 'model', vocab_size=vocab_size)
+  for found in jax.vmap(pick, axis_name='model')(x):
+    np.testing.assert_array_equal(found, [jnp.nan, jnp.nan, 7, last, *[jnp.nan] * 3])
+
+
+@pytest.mark.parametrize('vocab_size', [1, 5, 8, 9, 16])
+def test_padding_has_no_mass(vocab_size):
+  x = case()[0].at[..., vocab_size:].set(jnp.nan)
+  want = x[..., :vocab_size]
+  np.testing.assert_array_equal(vocabulary.without_padding(x, vocab_size), want)
+  blocks = jnp.moveaxis(x.reshape(*SHAPE[:2], 2, 8), 2, 0)
+  cut = lambda x: vocabulary.without_padding(x, vocab_size, 'model')
+  found = jax.vmap(cut, axis_name='model')(blocks)
+  found = np.asarray(jnp.moveaxis(found, 0, 2).reshape(SHAPE))
+  np.testing.assert_array_equal(found[..., :vocab_size], want)
+  assert (found[..., vocab_size:] == -np.inf).all()
 
 
 def test_minus_infinity_and_nan():
   x = jnp.array([[0.0, -jnp.inf, 0.0], [-jnp.inf] * 3, [jnp.nan, 0.0, 0.0]])
-  centred, log_s = vocab.centred(x)
-  np.testing.assert_array_equal(centred[0], [0, -np.inf, 0])
-  np.testing.assert_array_equal(centred[1], [-np.inf] * 3)
-  np.testing.assert_allclose(log_s[0], np.log(2), rtol=1e-6)
-  assert log_s[1] == -jnp.inf and jnp.isnan(log_s[2])
+  found = vocabulary.log_probs(x)
+  np.testing.assert_allclose(found[0], [-np.log(2), -np.inf, -np.log(2)], rtol=1e-6)
+  assert jnp.isnan(found[1:]).all()
 
 
 def test_gradients():
@@ -131,6 +153,7 @@ def test_no_implicit_promotion():
     assert jnp.isfinite(everything(x, tokens)['logp']).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', MESHES)
 def test_split_over_a_mesh(mesh):
   x, tokens = case(2)
@@ -148,7 +171,7 @@ def test_split_over_a_mesh(mesh):
   np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize('mapped', [jax.pmap, jax.vmap])
+@pytest.mark.parametrize('mapped', [jax.pmap, pytest.param(jax.vmap, marks=pytest.mark.slow)])
 def test_split_over_a_named_axis(mapped):
   x, tokens = case(3)
   want = value_and_gradient(everything, x, tokens)

@@ -1,4 +1,4 @@
-"""trm_jax.weights against checkpoints and arrays of transformers (golden/), and against damage."""
+"""`parameters` against checkpoints and arrays of transformers (golden/), and against damage."""
 
 import functools
 import json
@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 from safetensors import numpy as tensors
 
-from trm_jax import config_json, experts, policy, sharding, types, weights
+from trm_jax import checkpoints, policy, types
+from trm_jax.checkpoints import config_json
+from trm_jax.mesh import sharding
+from trm_jax.policy import experts
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 MODELS = 'qwen3', 'qwen3_long', 'qwen3_moe'  # tied; bfloat16, yarn and several files; mixture
@@ -26,7 +29,7 @@ SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 
 @functools.cache
 def loaded(name):
-  return weights.load(GOLDEN / name)
+  return checkpoints.load(GOLDEN / name)
 
 
 def same(got, want):
@@ -82,9 +85,9 @@ def test_what_the_golden_checkpoints_are():
 @pytest.mark.parametrize('limit', [10**9, 5_000])
 def test_what_is_saved_is_loaded(name, limit, tmp_path):
   config, params = loaded(name)
-  weights.save(tmp_path / 'out', params, config, shard_bytes=limit)
-  assert weights.load(tmp_path / 'out')[0] == config
-  same(weights.load(tmp_path / 'out')[1], params)
+  checkpoints.save(tmp_path / 'out', params, config, shard_bytes=limit)
+  assert checkpoints.load(tmp_path / 'out')[0] == config
+  same(checkpoints.load(tmp_path / 'out')[1], params)
   assert (tmp_path / 'out' / INDEX).exists() == (limit < 10**9)
   assert [p.name for p in tmp_path.iterdir()] == ['out']
   for path in (tmp_path / 'out').glob('*.safetensors'):
@@ -94,32 +97,33 @@ def test_what_is_saved_is_loaded(name, limit, tmp_path):
 
 def test_bfloat16_is_rounded_once_and_half_the_size(tmp_path):
   config, params = loaded('qwen3')
-  weights.save(tmp_path / 'low', params, config, dtype='bfloat16')
+  checkpoints.save(tmp_path / 'low', params, config, dtype='bfloat16')
   want = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
-  same(weights.load(tmp_path / 'low')[1], want)
+  same(checkpoints.load(tmp_path / 'low')[1], want)
   # What bfloat16 holds exactly comes back exactly.
   config, params = loaded('qwen3_long')
-  weights.save(tmp_path / 'again', params, config, dtype='bfloat16')
-  same(weights.load(tmp_path / 'again')[1], params)
+  checkpoints.save(tmp_path / 'again', params, config, dtype='bfloat16')
+  same(checkpoints.load(tmp_path / 'again')[1], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['qwen3_long', 'qwen3_moe'])
 def test_meshes(name, tmp_path):
   config, params = loaded(name)
   with jax.set_mesh(sharding.make_mesh(4, 2)):
-    _, spread = weights.load(GOLDEN / name)
+    _, spread = checkpoints.load(GOLDEN / name)
     fresh = policy.shapes(config, params['embed'].shape[0])
     for got, like in zip(jax.tree.leaves(spread), jax.tree.leaves(fresh), strict=True):
       assert got.sharding.spec == like.sharding.spec
     q = spread['layers']['attention']['q']['kernel']
     assert q.addressable_shards[0].data.size * 8 == q.size
-    weights.save(tmp_path / 'inside', spread, config)
+    checkpoints.save(tmp_path / 'inside', spread, config)
   same(spread, params)
-  weights.save(tmp_path / 'outside', spread, config)
+  checkpoints.save(tmp_path / 'outside', spread, config)
   for place in ('inside', 'outside'):
-    same(weights.load(tmp_path / place)[1], params)
+    same(checkpoints.load(tmp_path / place)[1], params)
   with jax.set_mesh(sharding.make_mesh(3, 1)):
-    refused(lambda: weights.load(GOLDEN / name), "'data': 3", 'choose a mesh')
+    refused(lambda: checkpoints.load(GOLDEN / name), "'data': 3", 'choose a mesh')
 
 
 @pytest.fixture
@@ -158,20 +162,20 @@ NORM = 'model.norm.weight'
 def test_other_tensors_are_refused(change, words, copy):
   folder = copy('qwen3')
   rewrite(folder, change)
-  refused(lambda: weights.load(folder), str(folder), *words)
+  refused(lambda: checkpoints.load(folder), str(folder), *words)
 
 
 def test_a_tied_head_may_be_stored_twice(copy):
   folder = copy('qwen3')
   rewrite(folder, lambda t: t.update({'lm_head.weight': t['model.embed_tokens.weight']}))
-  same(weights.load(folder)[1], loaded('qwen3')[1])
+  same(checkpoints.load(folder)[1], loaded('qwen3')[1])
 
 
 @pytest.mark.parametrize('length', [0, 7, 8, 100, -1, -1000])
 def test_truncated_files(length, copy):
   path = copy('qwen3') / SINGLE
   path.write_bytes(path.read_bytes()[:length])
-  refused(lambda: weights.load(path.parent), str(path), 'damaged', 'fetch')
+  refused(lambda: checkpoints.load(path.parent), str(path), 'damaged', 'fetch')
 
 
 def change_index(folder, change):
@@ -189,15 +193,15 @@ def test_an_index_cannot_point_elsewhere(place, copy, tmp_path):
   shutil.copy(folder / 'model-00001-of-00004.safetensors', tmp_path / 'outside.safetensors')
   place = place.format(tmp=tmp_path) if isinstance(place, str) else place
   change_index(folder, lambda index: index['weight_map'].update({NORM: place}))
-  refused(lambda: weights.load(folder), INDEX, NORM, json.dumps(place), 'own folder')
+  refused(lambda: checkpoints.load(folder), INDEX, NORM, json.dumps(place), 'own folder')
 
 
 def test_links_out_of_the_folder(copy, tmp_path):
   folder = copy('qwen3')
   os.rename(folder / SINGLE, tmp_path / 'blob')
   (folder / SINGLE).symlink_to(tmp_path / 'blob')
-  refused(lambda: weights.load(folder), str(folder / SINGLE), 'link', 'follow_links=True')
-  same(weights.load(folder, follow_links=True)[1], loaded('qwen3')[1])
+  refused(lambda: checkpoints.load(folder), str(folder / SINGLE), 'link', 'follow_links=True')
+  same(checkpoints.load(folder, follow_links=True)[1], loaded('qwen3')[1])
 
 
 def test_an_index_must_tell_the_truth(copy):
@@ -205,28 +209,28 @@ def test_an_index_must_tell_the_truth(copy):
   folder = copy('qwen3_long')
   in_first = next(iter(tensors.load_file(folder / first)))
   change_index(folder, lambda index: index['weight_map'].update({in_first: second}))
-  refused(lambda: weights.load(folder), in_first, 'list')
+  refused(lambda: checkpoints.load(folder), in_first, 'list')
   change_index(folder, lambda index: index['weight_map'].pop(in_first))
-  refused(lambda: weights.load(folder), in_first, first, 'does not list')
+  refused(lambda: checkpoints.load(folder), in_first, first, 'does not list')
   told = {in_first: first, 'more': 'gone.safetensors'}
   change_index(folder, lambda index: index['weight_map'].update(told))
-  refused(lambda: weights.load(folder), 'is not there')
+  refused(lambda: checkpoints.load(folder), 'is not there')
   (folder / INDEX).write_text('{"weight_map": []}')
-  refused(lambda: weights.load(folder), INDEX, 'weight_map')
+  refused(lambda: checkpoints.load(folder), INDEX, 'weight_map')
   (folder / INDEX).unlink()
-  refused(lambda: weights.load(folder), SINGLE, 'is not there')
+  refused(lambda: checkpoints.load(folder), SINGLE, 'is not there')
 
 
 def test_where_nothing_is(tmp_path):
-  refused(lambda: weights.load(tmp_path / 'absent'), 'absent', 'config.json', 'folder')
+  refused(lambda: checkpoints.load(tmp_path / 'absent'), 'absent', 'config.json', 'folder')
 
 
 def test_without_the_library(monkeypatch, tmp_path):
   for name in ('safetensors', 'safetensors.numpy'):
     monkeypatch.setitem(sys.modules, name, None)
   config, params = loaded('qwen3')
-  refused(lambda: weights.load(GOLDEN / 'qwen3'), 'safetensors', "'.[weights]'")
-  refused(lambda: weights.save(tmp_path / 'out', params, config), "'.[weights]'")
+  refused(lambda: checkpoints.load(GOLDEN / 'qwen3'), 'safetensors', "'.[weights]'")
+  refused(lambda: checkpoints.save(tmp_path / 'out', params, config), "'.[weights]'")
   assert not list(tmp_path.iterdir())
 
 
@@ -241,18 +245,18 @@ def test_saving_is_all_or_nothing(monkeypatch, tmp_path):
 
   monkeypatch.setattr(tensors, 'save_file', fails)
   with pytest.raises(OSError, match='no space'):
-    weights.save(tmp_path / 'out', params, config, shard_bytes=5_000)
+    checkpoints.save(tmp_path / 'out', params, config, shard_bytes=5_000)
   assert written and not list(tmp_path.iterdir())
   monkeypatch.undo()
-  weights.save(tmp_path / 'out', params, config)
-  refused(lambda: weights.save(tmp_path / 'out', params, config), 'there already', 'out')
+  checkpoints.save(tmp_path / 'out', params, config)
+  refused(lambda: checkpoints.save(tmp_path / 'out', params, config), 'there already', 'out')
   (tmp_path / 'file').write_text('')
-  refused(lambda: weights.save(tmp_path / 'file' / 'out', params, config), 'cannot be written')
+  refused(lambda: checkpoints.save(tmp_path / 'file' / 'out', params, config), 'cannot be written')
 
 
 def test_only_what_fits_is_saved(tmp_path):
   config, params = loaded('qwen3')
-  save = functools.partial(weights.save, tmp_path / 'out')
+  save = functools.partial(checkpoints.save, tmp_path / 'out')
   refused(lambda: save(params | {'scale': jnp.ones(3)}, config), 'params[scale]', '(3,)', '(16,)')
   refused(lambda: save(params | {'more': jnp.ones(3)}, config), 'other names')
   refused(lambda: save(params, config, shard_bytes=0), 'shard_bytes=0')
@@ -274,7 +278,7 @@ def right_or_refused(name, file, content):
   folder, originals = scratch(name)
   try:
     (folder / file).write_bytes(content)
-    _, params = weights.load(folder)
+    _, params = checkpoints.load(folder)
   except types.InputError as error:
     assert str(folder) in str(error) and '\n' not in str(error)
   else:
@@ -316,7 +320,7 @@ def test_any_change_of_the_index_or_the_configuration(data):
   folder, originals = scratch('qwen3_long')
   try:
     (folder / file).write_text(json.dumps(found))
-    config, params = weights.load(folder)
+    config, params = checkpoints.load(folder)
   except types.InputError as error:
     assert str(folder) in str(error)
   else:  # a setting that changes no shape: the weights are those of the file

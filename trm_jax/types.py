@@ -19,6 +19,8 @@ Non-finite values: NaN means "missing", inf is a real violation of the trust reg
 
 import dataclasses
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class InputError(ValueError):
-  """Bad input: one sentence with the argument, the value and the remedy (exit code 2)."""
+  """Bad input: one sentence with the argument, the value and the remedy (exit code 2).
+
+  >>> try:
+  ...   trm.Method(masks=(trm.max_kl(-1.),))
+  ... except trm.InputError as error:
+  ...   print(str(error)[:33])
+  method.max_kl=-1.0 must be > 0: a
+  """
 
 
 class NonFiniteError(FloatingPointError):
@@ -45,17 +54,47 @@ def check_words(settings, where: str = '') -> None:
       raise InputError(f'{where}{name}={value!r} is not one of {", ".join(words)}.')
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A function with its settings: a `functools.partial` that equals another one made alike.
+
+  So a value that holds it can be compared, hashed and given to `jax.jit` as static.
+  """
+
+  function: Callable
+  settings: tuple[tuple[str, Any], ...] = ()
+
+  def __call__(self, *arrays, **more):
+    return self.function(*arrays, **dict(self.settings), **more)
+
+
+def part(function: Callable, **settings) -> Part:
+  """`function` with these keyword settings.
+
+  >>> double = trm.part(jnp.multiply) == trm.part(jnp.multiply)
+  >>> double
+  True
+  """
+  return Part(function, tuple(sorted(settings.items())))
+
+
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-  """A mean that has not been divided yet, so that it adds up over micro-batches and devices."""
+  """A mean that has not been divided yet, so that it adds up over micro-batches and devices.
+
+  >>> (trm.Mean(jnp.array(3.), jnp.array(2.)) + trm.Mean(jnp.array(1.), jnp.array(2.))).value
+  Array(1., dtype=float32)
+  """
 
   total: Float[Array, '*s']
   count: Float[Array, '*s']
 
   def __add__(self, other: 'Mean') -> 'Mean':
-    return Mean(self.total + other.total, self.count + other.count)
+    # In half precision a count stops at 256.
+    raised = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return Mean(raised(self.total) + raised(other.total), raised(self.count) + raised(other.count))
 
   @property
   def value(self) -> Float[Array, '*s']:
@@ -78,6 +117,10 @@ class TopK:
     logp: their log-probs in nats, float32; -inf where fewer than K have any mass (void id).
     tail: mass of all other tokens, >= 0, float32. Add it up: 1 - sum loses the digits of a small
       one. Exactly 0 where the stored tokens are the whole support.
+
+  >>> policy, rollout = jnp.log(jnp.array([.6, .25, .15])), jnp.log(jnp.array([.7, .2, .1]))
+  >>> trm.top_k(rollout, 2).ids
+  Array([0, 1], dtype=int32)
   """
 
   ids: Int[Array, '*b K']
@@ -89,7 +132,11 @@ class TopK:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bracket:
-  """lower <= truth <= upper per token; NaN in both where the record is no distribution."""
+  """lower <= truth <= upper per token; NaN in both where the record is no distribution.
+
+  >>> trm.Bracket(lower=jnp.zeros(1), upper=jnp.ones(1)).upper
+  Array([1.], dtype=float32)
+  """
 
   lower: Float[Array, '*b']
   upper: Float[Array, '*b']
@@ -107,6 +154,8 @@ class Rollout:
       policy may well sample PAD before EOS.
     tokens: sampled token ids.
     valid: the policy's own tokens, EOS included; prompt, tool and padding slots are not.
+    real: slots that hold a token at all, whoever wrote it: the policy's own and tool text between
+      them. What is not real is padding, read as token 0. None: the policy wrote all there is.
     logits: full-vocabulary scores the tokens were drawn from, before temperature; None if not
       stored.
     hidden: final hidden states instead of logits (D numbers a token, not V); None if not stored.
@@ -119,6 +168,9 @@ class Rollout:
     reward: verified reward of the row.
     top: the likeliest tokens instead of logits, with the mass of the others; None if not stored.
     gates: weights of the experts in `routes`; None if not stored.
+
+  >>> [field.name for field in dataclasses.fields(trm.Rollout)][:5]
+  ['prompts', 'start', 'tokens', 'valid', 'logits']
   """
 
   prompts: Int[Array, 'B P']
@@ -134,6 +186,12 @@ class Rollout:
   reward: Float[Array, 'B']
   top: TopK | None = None
   gates: Float[Array, 'B Lm1 N K'] | None = None
+  real: Bool[Array, 'B T'] | None = None
+
+  @property
+  def context(self) -> Bool[Array, 'B T']:
+    """Slots that later tokens were drawn after: `valid` ones and tool text."""
+    return self.valid if self.real is None else self.real | self.valid
 
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
@@ -149,6 +207,12 @@ class Divergences:
     log_ratio: logp_policy - logp_rollout of the sampled token; NaN = missing.
     entropy: entropy of the policy in nats.
     chi2: sum policy^2 / rollout - 1 in [0, inf], exact; None unless statistics were taken `full`.
+    square: sum policy^2 in [1 / V, 1], likewise; a baseline per token reads it.
+
+  >>> kl = jnp.array([[.01, .02], [.01, .90]])
+  >>> found = trm.Divergences(kl=kl, tv=kl / 2, log_ratio=kl, entropy=kl, chi2=kl)
+  >>> found.kl.shape
+  (2, 2)
   """
 
   kl: Float[Array, 'B T'] | None
@@ -156,6 +220,7 @@ class Divergences:
   log_ratio: Float[Array, 'B T']
   entropy: Float[Array, 'B T']
   chi2: Float[Array, 'B T'] | None = None
+  square: Float[Array, 'B T'] | None = None
 
 
 @typing.no_type_check  # trees of it may be stacked, abstract or specs
@@ -172,6 +237,11 @@ class Statistics:
     reverse_kl: KL(policy || rollout) in [0, inf]; None in the core set, as the rest.
     chi2: sum policy^2 / rollout - 1 in [0, inf].
     square: sum policy^2 in [1 / V, 1].
+
+  >>> policy, rollout = jnp.log(jnp.array([.6, .25, .15])), jnp.log(jnp.array([.7, .2, .1]))
+  >>> found = trm.statistics(policy, rollout, jnp.array(0))
+  >>> f'{found.policy_logp:.4f} {found.rollout_logp:.4f}'
+  '-0.5108 -0.3567'
   """
 
   kl: Float[Array, '*b']
@@ -189,5 +259,6 @@ class Statistics:
     Give the engine's own report: a wrong report then shows in log_ratio beside an exact KL of 0.
     """
     reported = self.rollout_logp if rollout_logp is None else rollout_logp
-    found = Divergences(self.kl, self.tv, self.policy_logp - reported, self.entropy, self.chi2)
+    log_ratio = self.policy_logp - reported
+    found = Divergences(self.kl, self.tv, log_ratio, self.entropy, self.chi2, self.square)
     return jax.lax.stop_gradient(found)

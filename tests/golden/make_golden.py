@@ -18,7 +18,8 @@ import torch
 import transformers
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from trm_jax import experts, policy, weights
+from trm_jax import checkpoints, policy
+from trm_jax.policy import experts
 
 HERE = pathlib.Path(__file__).parent
 SHARED = dict(
@@ -110,7 +111,7 @@ def run(model, tokens):
 
 
 def ours(folder, tokens):
-  config, params = weights.load(folder)
+  config, params = checkpoints.load(folder)
   hidden, _, aux = policy.apply(params, config, tokens, start=START)
   found = {'logits': policy.logits(params, hidden)}
   if config.experts:
@@ -152,7 +153,7 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
       for dtype, size in (('float32', 10**9), ('float32', 4_000), ('bfloat16', 4_000)):
         out = pathlib.Path(directory) / f'{dtype}{size}'
-        weights.save(out, params, config, dtype=dtype, shard_bytes=size, context=64)
+        checkpoints.save(out, params, config, dtype=dtype, shard_bytes=size, context=64)
         again = read(out)
         _, _, got = ours(out, tokens)
         compare(got, run(again, tokens), f'{name}, written here as {out.name}')

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from trm_jax import policy
+from trm_jax.rollouts.sampling import COLDEST
 from trm_jax.types import InputError
 
 Processor = Literal['temperature', 'top_k', 'top_p', 'min_p']
@@ -27,7 +28,7 @@ ORDER = ('temperature', 'top_k', 'top_p', 'min_p')
 class Decoding:
   """Sampling filters of the engine, and which log-probs it hands over; the default is neither."""
 
-  # The engine's sampling temperature where it is not the trainer's; > 0.
+  # The engine's sampling temperature where it is not the trainer's; at least .001.
   temperature: float | None = None
   # Keep the k likeliest tokens (and those that tie with the last).
   top_k: int | None = None
@@ -42,8 +43,11 @@ class Decoding:
   reported: Literal['processed', 'raw'] = 'processed'
 
   def __post_init__(self):
-    if self.temperature is not None and not self.temperature > 0:
-      raise InputError(f'decoding.temperature={self.temperature} must be > 0.')
+    if self.temperature is not None and not self.temperature >= COLDEST:
+      raise InputError(
+        f'decoding.temperature={self.temperature} must be at least {COLDEST}; for the likeliest'
+        ' token alone set decoding.top_k=1.'
+      )
     if self.top_k is not None and self.top_k < 1:
       raise InputError(
         f'decoding.top_k={self.top_k} must be at least 1; leave it out for no filter.'
@@ -100,7 +104,7 @@ def process(
   return jnp.where(seen > -jnp.inf, scores * (temperature / own), -jnp.inf)
 
 
-def hooks(decoding: Decoding, strength=1.0, *, temperature: float = 1.0) -> policy.Hooks:
+def filter_hooks(decoding: Decoding, strength=1.0, *, temperature: float = 1.0) -> policy.Hooks:
   """Hooks that act where strength > 0 (it may be traced); `temperature` is the trainer's."""
   plain = dataclasses.replace(Decoding(), order=decoding.order, reported=decoding.reported)
 
@@ -115,14 +119,3 @@ def hooks(decoding: Decoding, strength=1.0, *, temperature: float = 1.0) -> poli
     decode=None if decoding == plain else decode,
     reported=raw if decoding.reported == 'raw' else None,
   )
-
-
-def replay_support(
-  policy_logits: Float[Array, '*b V'], rollout_logits: Float[Array, '*b V']
-) -> Float[Array, '*b V']:
-  """The trainer's scores on the tokens the engine could have drawn, -inf elsewhere.
-
-  Softmax of the result is the policy conditioned on the engine's support, so log-ratios compare
-  like with like. Gradients flow to the kept `policy_logits`.
-  """
-  return jnp.where(rollout_logits > -jnp.inf, policy_logits, -jnp.inf)

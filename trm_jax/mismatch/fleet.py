@@ -7,28 +7,32 @@ their samples side by side, healthy ones first.
 
 import collections.abc
 import dataclasses
-import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from trm_jax import attention as attn
-from trm_jax import policy, relay, sampling, stores
-from trm_jax.mismatch import decoding as dc
-from trm_jax.mismatch import engine as en
-from trm_jax.mismatch import heavy_tail as ht
-from trm_jax.mismatch import precision as pr
+from trm_jax import policy
 from trm_jax.mismatch import presets
-from trm_jax.mismatch import reduction as rd
-from trm_jax.mismatch import reporting as rp
-from trm_jax.mismatch import routing as rt
-from trm_jax.mismatch import staleness as st
+from trm_jax.mismatch.decoding import filter_hooks
+from trm_jax.mismatch.engine import Engine
+from trm_jax.mismatch.heavy_tail import outlier_prompts, shift_hooks
+from trm_jax.mismatch.precision import attention as in_few_bits
+from trm_jax.mismatch.precision import round_weights, rounding_hooks
+from trm_jax.mismatch.reduction import attention as in_blocks
+from trm_jax.mismatch.reduction import permute
+from trm_jax.mismatch.reporting import Reporting, report
+from trm_jax.mismatch.routing import routing_hooks
+from trm_jax.mismatch.staleness import Staleness, reported_version
+from trm_jax.mismatch.staleness import weights as weights_of_age
+from trm_jax.policy.attention import Attention, plain
+from trm_jax.rollouts import relay, sampling, scoring, streams
+from trm_jax.rollouts.groups import repeat, side_by_side
+from trm_jax.rollouts.sampling import Request
+from trm_jax.rollouts.stores import Record, Store
 from trm_jax.types import InputError, Rollout
 
-Engine = en.Engine
-Score = Literal['decode', 'replay']
 # One number for all sources (0 turns every mismatch off), or one for each source by its name; a
 # source that is not named has 1. May be traced.
 Strength = float | Float[Array, ''] | collections.abc.Mapping[str, Any]
@@ -89,7 +93,7 @@ class Fleet:
     self,
     config: policy.PolicyConfig,
     samples: int,
-    store: sampling.Store = 'logits',
+    store: Store = 'logits',
     length: int | None = None,
   ) -> None:
     """Raises InputError where engines of this policy and so many samples a prompt cannot be so,
@@ -114,8 +118,8 @@ class Fleet:
       shift = engine.heavy_tail
       if (
         (shift.scale or shift.spikes or shift.outliers)
-        or dc.hooks(engine.decoding).decode
-        or pr.hooks(engine.precision).logits
+        or filter_hooks(engine.decoding).decode
+        or rounding_hooks(engine.precision).logits
       ):
         raise InputError(
           "store='hidden' cannot hold what an engine does to its scores (decoding, heavy_tail,"
@@ -149,7 +153,7 @@ def _of(strength: Strength, source: str):
   return strength.get(source, 1.0)
 
 
-def hooks(
+def engine_hooks(
   engine: Engine,
   strength: Strength = 1.0,
   *,
@@ -163,10 +167,10 @@ def hooks(
   """
   of = lambda source: _of(strength, source)
   at = {'temperature': temperature}
-  shift = ht.hooks(engine.heavy_tail, of('heavy_tail'), outlier=outlier, **at)
-  rounding = pr.hooks(engine.precision, of('precision'), **at)
-  route = rt.hooks(engine.routing, of('routing'))
-  decode = dc.hooks(engine.decoding, of('decoding'), **at)
+  shift = shift_hooks(engine.heavy_tail, of('heavy_tail'), outlier=outlier, **at)
+  rounding = rounding_hooks(engine.precision, of('precision'), **at)
+  route = routing_hooks(engine.routing, of('routing'))
+  decode = filter_hooks(engine.decoding, of('decoding'), **at)
   logits = shift.logits or rounding.logits
   if shift.logits and rounding.logits:
     logits = lambda scores, keys: rounding.logits(shift.logits(scores, keys), keys)
@@ -184,10 +188,10 @@ def hooks(
   )
 
 
-def served_attention(engine: Engine, own: attn.Attention, strength: Strength) -> attn.Attention:
+def served_attention(engine: Engine, own: Attention, strength: Strength) -> Attention:
   """The engine's attention: `own`, in its order of sums and its precision."""
-  ordered = rd.attention(engine.reduction, own, _of(strength, 'reduction'))
-  return pr.attention(engine.precision, ordered, _of(strength, 'precision'))
+  ordered = in_blocks(engine.reduction, own, _of(strength, 'reduction'))
+  return in_few_bits(engine.precision, ordered, _of(strength, 'precision'))
 
 
 def engine_weights(
@@ -202,13 +206,13 @@ def engine_weights(
 ) -> policy.Params:
   """The weights the engine computes with: stale, then permuted, then rounded."""
   of = lambda source: _of(strength, source)
-  held = st.weights(
+  held = weights_of_age(
     engine.staleness, current, first=first, history=history, strength=of('staleness')
   )
-  held = rd.permute(held, engine.reduction, config, of('reduction'))
+  held = permute(held, engine.reduction, config, of('reduction'))
   stochastic = engine.precision.rounding == 'stochastic'
   draw = jax.random.fold_in(key, _WEIGHTS) if stochastic else None
-  return pr.round_weights(held, engine.precision, of('precision'), draw)
+  return round_weights(held, engine.precision, of('precision'), draw)
 
 
 def _all_weights(engine, current, config, key, length, **held) -> relay.Weights:
@@ -217,22 +221,12 @@ def _all_weights(engine, current, config, key, length, **held) -> relay.Weights:
     return engine_weights(engine, current, config, key, **held)
   versions = [
     engine_weights(
-      dataclasses.replace(engine, staleness=st.Staleness(steps=age)), current, config, key, **held
+      dataclasses.replace(engine, staleness=Staleness(steps=age)), current, config, key, **held
     )
     for age in engine.staleness.ages(length)
   ]
   stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *versions)
   return relay.Relay(stacked, engine.staleness.switch)
-
-
-def _replay(weights, config, rollout, key, stale, **shared):
-  """`sampling.replay`; a relay whose staleness is off is scored as fresh weights are, bit for bit,
-  in one pass."""
-  again = sampling.replay(weights, config, rollout, key, **shared)
-  if not isinstance(weights, relay.Relay):
-    return again
-  whole = sampling.replay(weights.at(0), config, rollout, key, **shared)
-  return jax.tree.map(lambda a, b: jnp.where(stale > 0, a, b), again, whole)
 
 
 def generate(
@@ -242,89 +236,93 @@ def generate(
   prompts: Int[Array, 'p P'],
   start: Int[Array, 'p'],
   key: Key[Array, ''],
+  request: Request,
+  record: Record = Record(),  # noqa: B008 - frozen
   *,
-  samples: int,
-  length: int,
-  eos: int,
-  pad: int,
   version: Int[Array, ''],
   first: policy.Params | None = None,
   history: policy.Params | None = None,
   strength: Strength = 1.0,
-  temperature: float = 1.0,
-  score: Score = 'decode',
-  store: sampling.Store = 'logits',
-  top: int = 64,
-  gates: bool = False,
-  attention: attn.Attention = attn.plain,
+  attention: Attention = plain,
 ) -> Rollout:
   """Rollout of the whole fleet; rows of one prompt adjoin, the broken engine's last.
 
   `first` are the weights of RL step 0 (needed by a stuck engine), `history` past versions (needed
   by a stale one), `version` the current RL step. `strength` 0 turns every mismatch off without
   recompiling, `{'routing': 0.}` that source alone; with no mismatch configured nothing of it is
-  traced. `gates` stores the experts' weights as well. `engine` of a row is 1 for the broken engine,
-  even where it produces all samples. Raises InputError where the fleet needs weights, samples,
-  experts or logits that are not there.
+  traced. `engine` of a row is 1 for the broken engine, even where it produces all samples. Raises
+  InputError where the fleet needs weights, samples, experts or logits that are not there.
   """
-  healthy = samples - fleet.broken_samples
-  shares = fleet.shares(samples)
-  fleet.check(config, samples, store)
+  healthy = request.samples - fleet.broken_samples
+  shares = fleet.shares(request.samples)
+  fleet.check(config, request.samples, record.store)
+  versions = dict(first=first, history=history, strength=strength)
   held = [
-    _all_weights(
-      engine, params, config, key, length, first=first, history=history, strength=strength
-    )
-    for engine, _ in shares
+    _all_weights(engine, params, config, key, request.length, **versions) for engine, _ in shares
   ]
   parts = []
   done = 0
   for (engine, count), weights in zip(shares, held, strict=True):
-    of = functools.partial(_of, strength)
-    outlier = None
-    if engine.heavy_tail.outliers:
-      outlier = sampling.repeat(ht.outlier_prompts(engine.heavy_tail, prompts, start), count)
-    shared = {
-      'samples': count,
-      'first_sample': done,
-      'temperature': temperature,
-      'hooks': hooks(engine, strength, temperature=temperature, outlier=outlier),
-      'attention': served_attention(engine, attention, strength),
-    }
-    part = sampling.generate(
-      weights,
-      config,
-      prompts,
-      start,
-      key,
-      length=length,
-      eos=eos,
-      pad=pad,
-      store=store,
-      top=top,
-      gates=gates,
-      **shared,
+    own = dataclasses.replace(request, samples=count)
+    at = dict(first_sample=done, attention=attention, strength=strength)
+    part = _drawn(engine, weights, config, prompts, start, key, own, record, **at)
+    if engine.reporting != Reporting():
+      part = _reported(engine, part, key, first_sample=done, samples=count, strength=strength)
+    of_token = reported_version(
+      engine.staleness, version, request.length, _of(strength, 'staleness')
     )
-    if score == 'replay':
-      part = _replay(weights, config, part, key, of('staleness'), **shared)
-    if engine.reporting != rp.Reporting():
-      prompt_keys, keys = sampling.row_keys(key, prompts.shape[0], count, done)
-      logp = rp.report(
-        engine.reporting,
-        part.logp,
-        part.valid,
-        token_keys=sampling.token_keys(keys.reshape(-1), length, stream=3),
-        prompt_keys=jax.vmap(lambda k: jax.random.fold_in(k, _SCRAMBLE))(prompt_keys),
-        strength=of('reporting'),
-      )
-      part = dataclasses.replace(part, logp=logp)
-    reported = st.reported_version(engine.staleness, version, length, of('staleness'))
-    parts.append(
-      dataclasses.replace(
-        part, version=part.version + reported[None], engine=part.engine + (done >= healthy)
-      )
+    part = dataclasses.replace(
+      part, version=part.version + of_token[None], engine=part.engine + (done >= healthy)
     )
+    parts.append(part)
     done += count
-  return stores.side_by_side(parts, prompts.shape[0])
+  return side_by_side(parts, prompts.shape[0])
+
+
+def _drawn(
+  engine,
+  weights,
+  config,
+  prompts,
+  start,
+  key,
+  request,
+  record,
+  *,
+  first_sample,
+  attention,
+  strength,
+) -> Rollout:
+  """The responses of one engine with its hooks, before its reporting."""
+  outlier = None
+  if engine.heavy_tail.outliers:
+    outlier = repeat(outlier_prompts(engine.heavy_tail, prompts, start), request.samples)
+  hooks = engine_hooks(engine, strength, temperature=request.temperature, outlier=outlier)
+  served = served_attention(engine, attention, strength)
+  acting = dict(first_sample=first_sample, hooks=hooks, attention=served)
+  drawn = sampling.generate(weights, config, prompts, start, key, request, record, **acting)
+  if record.score == 'decode' or not isinstance(weights, relay.Relay):
+    return drawn
+  # A relay whose staleness is off is scored as fresh weights are, bit for bit, in one pass.
+  sizes = dict(samples=request.samples, temperature=request.temperature)
+  whole = scoring.replay(weights.at(0), config, drawn, key, **sizes, **acting)
+  stale = _of(strength, 'staleness') > 0
+  return jax.tree.map(lambda a, b: jnp.where(stale, a, b), drawn, whole)
+
+
+def _reported(engine, part: Rollout, key, *, first_sample, samples, strength) -> Rollout:
+  """The rollout with the log-probs that reach the trainer."""
+  prompts, length = len(part.start) // samples, part.tokens.shape[1]
+  prompt_keys, keys = streams.row_keys(key, prompts, samples, first_sample)
+  logp = report(
+    engine.reporting,
+    part.logp,
+    part.valid,
+    token_keys=streams.token_keys(keys.reshape(-1), length, stream=3),
+    prompt_keys=jax.vmap(lambda k: jax.random.fold_in(k, _SCRAMBLE))(prompt_keys),
+    strength=_of(strength, 'reporting'),
+  )
+  return dataclasses.replace(part, logp=logp)
 
 
 def heads(

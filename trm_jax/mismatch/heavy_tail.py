@@ -18,6 +18,7 @@ import scipy.stats
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from trm_jax import policy
+from trm_jax.rollouts.streams import each
 from trm_jax.types import InputError
 
 # Robust standard deviation of the log-odds shift, by the probability of the token.
@@ -88,7 +89,7 @@ def outlier_prompts(
   return jax.vmap(draw)(digest.astype(jnp.uint32)) < heavy_tail.outliers
 
 
-def hooks(
+def shift_hooks(
   heavy_tail: HeavyTail,
   strength=1.0,
   *,
@@ -121,7 +122,7 @@ def hooks(
 
   def disturb(scores, keys):
     confidence = jax.nn.softmax(scores / temperature).max(-1)
-    shifts = jax.vmap(jax.vmap(shift))(keys, confidence)
+    shifts = each(shift, keys, confidence)
     if heavy_tail.outliers:
       shifts -= jnp.where(outlier, heavy_tail.outlier_shift, 0)[:, None]
     top = scores.argmax(-1)[..., None] == jnp.arange(scores.shape[-1])[None, None]

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from trm_jax import attention as attn
 from trm_jax import policy
+from trm_jax.policy.attention import Attention
+from trm_jax.rollouts.streams import each
 from trm_jax.types import InputError
 
 FORMATS = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
@@ -200,10 +201,10 @@ def round_weights(
 
 
 def _uniform(keys, shape):
-  return jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, shape)))(keys)
+  return each(lambda k: jax.random.uniform(k, shape), keys)
 
 
-def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> policy.Hooks:
+def rounding_hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> policy.Hooks:
   """Hooks that round activations, the KV cache and scores where strength > 0 (it may be traced).
 
   The probabilities that `softmax` rounds are those of scores / `temperature`.
@@ -223,9 +224,7 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
 
   def bind(hooks, layer, keys, real):
     """Activations and cache draw apart; sites of a layer that have one shape share their noise."""
-    of = lambda stream: jax.vmap(
-      jax.vmap(lambda k: jax.random.fold_in(k, _INSIDE + 2 * layer + stream))
-    )(keys)
+    of = lambda stream: each(lambda k: jax.random.fold_in(k, _INSIDE + 2 * layer + stream), keys)
     return dataclasses.replace(
       hooks,
       activation=rounding(precision.activations, of(0)),
@@ -235,9 +234,7 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
   def scores(x, keys):
     keyed = lambda stream: (
       # A key's first streams are those of its `split`, from which `heavy_tail` draws.
-      jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, _SCORES + stream)))(keys)
-      if stochastic
-      else None
+      each(lambda k: jax.random.fold_in(k, _SCORES + stream), keys) if stochastic else None
     )
     if precision.logits is not None:
       x = rounding(precision.logits, keyed(0))(x)
@@ -257,7 +254,7 @@ def hooks(precision: Precision, strength=1.0, *, temperature: float = 1.0) -> po
   )
 
 
-def attention(precision: Precision, own: attn.Attention, strength=1.0) -> attn.Attention:
+def attention(precision: Precision, own: Attention, strength=1.0) -> Attention:
   """The engine's attention: `own`, its exponentials rounded where strength > 0 (may be traced).
 
   Weights are e / sum(e) of e = round(exp(score - largest)); the largest is 1 in every format, so

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trm_jax import attention as attn
-from trm_jax import policy, sharding
+from trm_jax import policy
+from trm_jax.mesh import sharding
+from trm_jax.policy.attention import Attention, blockwise
 from trm_jax.types import InputError
 
 # Which axis of a layer's matrix runs over the residual stream and which over the inner width.
@@ -82,11 +83,11 @@ def permute(
   return jax.tree_util.tree_map_with_path(one, params)
 
 
-def attention(reduction: Reduction, own: attn.Attention, strength=1.0) -> attn.Attention:
+def attention(reduction: Reduction, own: Attention, strength=1.0) -> Attention:
   """The engine's attention: `own`, or split over blocks of keys where strength > 0."""
   if reduction.attention_block is None:
     return own
-  split = functools.partial(attn.blockwise, block=reduction.attention_block)
+  split = functools.partial(blockwise, block=reduction.attention_block)
 
   def either(*args, **kwargs):
     return jnp.where(strength > 0, split(*args, **kwargs), own(*args, **kwargs))

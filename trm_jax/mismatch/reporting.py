@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
+from trm_jax.rollouts.streams import each
 from trm_jax.types import InputError
 
 
@@ -79,5 +80,5 @@ def report(
     out = out.astype(reporting.dtype).astype(logp.dtype)
   if reporting.missing:
     lose = lambda k: jax.random.bernoulli(k, share * reporting.missing)
-    out = jnp.where(jax.vmap(jax.vmap(lose))(token_keys), jnp.nan, out)
+    out = jnp.where(each(lose, token_keys), jnp.nan, out)
   return jnp.where(valid & (strength > 0), out, logp)

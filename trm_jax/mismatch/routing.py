@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax import policy
-from trm_jax.mismatch import precision as pr
+from trm_jax.mismatch import precision
+from trm_jax.rollouts.streams import each
 from trm_jax.types import InputError
 
 # Streams of one token's key; a layer takes the stream of its number beyond these.
@@ -56,7 +57,7 @@ class Routing:
       raise InputError(f'routing.flips={self.flips} must hold shares in [0, 1].')
     if self.dtype == 'int8':
       raise InputError("routing.dtype='int8' has no fixed grid; use a float format such as e4m3.")
-    pr.check_format('routing.dtype', self.dtype)
+    precision.check_format('routing.dtype', self.dtype)
     if self.capacity is not None and not self.capacity > 0:
       raise InputError(
         f'routing.capacity={self.capacity} must be > 0; leave it out to drop nothing.'
@@ -82,12 +83,7 @@ class Routing:
       )
 
 
-def _each(fn, keys):
-  """`fn` of every token's key [B, T]."""
-  return jax.vmap(jax.vmap(fn))(keys)
-
-
-def hook(routing: Routing, strength=1.0):
+def router_hook(routing: Routing, strength=1.0):
   """The router hook of `policy.Hooks`, or None when off. `strength` may be traced."""
   if routing.jitter == 0 and routing.dtype is None:
     return None
@@ -103,16 +99,16 @@ def hook(routing: Routing, strength=1.0):
 
   def disturb(scores, layer, noise_keys):
     if routing.jitter:
-      drawn = _each(lambda k: noise(k, layer, scores.shape[-1]), noise_keys)
+      drawn = each(lambda k: noise(k, layer, scores.shape[-1]), noise_keys)
       scores = scores + strength * routing.jitter * drawn
     if routing.dtype is not None:
-      scores = jnp.where(strength > 0, pr.round_to(scores, routing.dtype), scores)
+      scores = jnp.where(strength > 0, precision.round_to(scores, routing.dtype), scores)
     return scores
 
   return disturb
 
 
-def hooks(routing: Routing, strength=1.0) -> policy.Hooks:
+def routing_hooks(routing: Routing, strength=1.0) -> policy.Hooks:
   """All hooks of this source; jitter and the share of flips grow with strength (the share up to
   1), formats and drops act where it is > 0. It may be traced."""
 
@@ -121,7 +117,7 @@ def hooks(routing: Routing, strength=1.0) -> policy.Hooks:
     swapped = jnp.concatenate([ranked[..., :-2], ranked[..., -1:]], -1)
     rates = jnp.asarray(routing.flips, jnp.float32)
     rate = jnp.clip(strength, 0, 1) * (rates[layer] if len(routing.flips) > 1 else rates[0])
-    hit = _each(
+    hit = each(
       lambda k: jax.random.bernoulli(jax.random.fold_in(k, _FLIP + layer), rate), noise_keys
     )
     return jnp.where(hit[..., None], swapped, routes)
@@ -136,7 +132,7 @@ def hooks(routing: Routing, strength=1.0) -> policy.Hooks:
     share = routing.capacity * chosen / experts
     keep = jnp.minimum(1, share / jnp.maximum(load, share))
     keep = jnp.where(one_hot, keep[:, :, None], 0).sum(-1)
-    draw = _each(
+    draw = each(
       lambda k: jax.random.uniform(jax.random.fold_in(k, _CAPACITY + layer), (chosen,)), noise_keys
     )
     return jnp.where((strength > 0) & (draw >= keep), 0, weights)
@@ -145,7 +141,7 @@ def hooks(routing: Routing, strength=1.0) -> policy.Hooks:
     return dataclasses.replace(hooks, gates=functools.partial(drop, real=real))
 
   return policy.Hooks(
-    router=hook(routing, strength),
+    router=router_hook(routing, strength),
     routes=flip if any(routing.flips) else None,
     bind=bind if routing.capacity is not None else None,
   )
@@ -154,24 +150,49 @@ def hooks(routing: Routing, strength=1.0) -> policy.Hooks:
 def replay(
   routes: Int[Array, 'B L N K'], weights: Float[Array, 'B L N K'] | None = None
 ) -> policy.Hooks:
-  """Hooks by which the trainer's full pass (`sampling.score`) uses a rollout's experts.
+  """Hooks by which the trainer's full pass (`scoring.score`) uses a rollout's experts.
 
   `routes` are the rollout's. Their weights are the trainer's own router probabilities, so the
-  router still learns; with `weights` (`sampling.rescore(..)[1].gates` of the engine) the values are
+  router still learns; with `weights` (`scoring.rescore(..)[1].gates` of the engine) the values are
   the engine's and only the gradient is the trainer's own; those not finite are the trainer's.
+  Where the ids of a token are no K different experts, the trainer routes it by itself
+  (`impossible_routes` counts them). Raises InputError for routes of another number of slots or
+  experts than the pass has.
   """
   of = lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, 2, keepdims=False)
 
   def chosen(probabilities, own, layer, noise_keys):
-    return of(routes, layer)
+    given = of(routes, layer)
+    if given.shape != own.shape:
+      raise InputError(
+        f'routes {given.shape[1:]} must hold {own.shape[1:]}, slots and experts a token: those of a'
+        ' rollout of the same prompts, responses and policy.'
+      )
+    return jnp.where(_possible(given, probabilities.shape[-1])[..., None], given, own)
 
   def weigh(own, used, probabilities, layer, noise_keys):
     still = jax.lax.stop_gradient(own)
     given = jax.lax.stop_gradient(of(weights, layer))
+    replayed = _possible(of(routes, layer), probabilities.shape[-1])[..., None]
     # A NaN in padding would reach real tokens: attention weighs it with 0.
-    return jnp.where(jnp.isfinite(given), given, still) + (own - still)
+    return jnp.where(replayed & jnp.isfinite(given), given, still) + (own - still)
 
   return policy.Hooks(routes=chosen, gates=None if weights is None else weigh)
+
+
+def _possible(routes: Int[Array, '*b K'], experts: int) -> Bool[Array, '*b']:
+  """Whether ids are those of K different experts."""
+  ranked = jnp.sort(routes, -1)
+  inside = ((routes >= 0) & (routes < experts)).all(-1)
+  return inside & (ranked[..., 1:] != ranked[..., :-1]).all(-1)
+
+
+def impossible_routes(
+  routes: Int[Array, 'B L N K'], fed: Bool[Array, 'B L'], *, experts: int
+) -> Float[Array, '']:
+  """Share of (token, layer) pairs in [0, 1] whose ids are no K different experts of `experts`."""
+  wrong = ~_possible(routes, experts) & fed[..., None]
+  return wrong.sum() / jnp.maximum(fed.sum() * routes.shape[2], 1)
 
 
 def flip_rate(

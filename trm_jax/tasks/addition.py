@@ -8,8 +8,8 @@ equally long and a digit and its sum a constant distance apart: what small polic
 otherwise the counting, not the sum.
 
 `make(digits, scratchpad=...)` is the dial: digits + 2 tokens, or 5 * digits + 3 with a scratchpad.
-This module's TASK is plain, that of addition_scratchpad.py works its columns out. A module of your
-own with `TASK = addition.make(50, scratchpad=True)` has 253.
+This module's TASK is plain, its SCRATCHPAD works the columns out. A module of your own with
+`TASK = addition.make(50, scratchpad=True)` has 253.
 
 Token ids: 0..9 the digits, 10 '+', 11 '=', 12 EOS, 13 PAD, 14 and 15 never used; they round the
 vocabulary up to a number that device counts divide.
@@ -168,3 +168,4 @@ def make(digits: int, *, scratchpad: bool = False) -> task.Task:
 
 
 TASK = make(3)
+SCRATCHPAD = make(3, scratchpad=True)

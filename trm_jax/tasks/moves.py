@@ -163,3 +163,8 @@ def make(moves: int, laps: int) -> task.Task:
 
 
 TASK = make(moves=9, laps=3)
+# Answers of up to 64, 127, 496 and 4096 tokens; load them by 'trm_jax.tasks.moves:MOVES_64' etc.
+MOVES_64 = make(moves=8, laps=7)
+MOVES_128 = make(moves=17, laps=7)
+MOVES_512 = make(moves=32, laps=15)
+MOVES_4096 = make(moves=272, laps=15)

@@ -29,9 +29,10 @@ import numpy as np
 import tensorflow_datasets as tfds
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from trm_jax import sharding, types
-from trm_jax import tokenizer as tk
-from trm_jax.sharding import DATA
+from trm_jax import types
+from trm_jax.checkpoints import tokenizer as tk
+from trm_jax.mesh import sharding
+from trm_jax.mesh.sharding import DATA
 from trm_jax.tasks import task
 
 EOS, PAD = 256, 257

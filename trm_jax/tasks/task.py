@@ -10,7 +10,8 @@ the model), that holds
   4. `reward(prompts, start, tokens, valid) -> [B]`: pure jnp, each row on its own;
   5. optionally `demonstrate(key, prompts, start, response_length) -> (tokens, valid)`;
   6. `TASK = task.Task(...)`.
-There is no list to add it to: `load('package.module')` finds it by its name.
+There is no list to add it to: `load('package.module')` finds it by its name, and other tasks of the
+same module as 'package.module:NAME'.
 
 Rewards and demonstrators run under a mesh with sharded rows: sort, gather and reduce along the last
 axis only, and never across rows.
@@ -18,6 +19,7 @@ axis only, and never across rows.
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterable
@@ -25,8 +27,10 @@ from collections.abc import Callable, Iterable
 import grain
 import numpy as np
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import registered
 
 from trm_jax import types
+from trm_jax.tasks import identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,24 +84,29 @@ class Task:
     return ''.join(self.vocabulary[i] for i in token_ids)
 
 
-def load(module: str) -> Task:
-  """The `TASK` of an importable module such as 'trm_jax.tasks.sorting'.
+def load(name: str) -> Task:
+  """The Task 'package.module:NAME' of an importable module; without ':NAME', its `TASK`.
 
   Raises InputError if there is no such module or no Task in it; an error inside the module stays.
   """
   remedy = 'give the dotted name of a module that defines TASK = task.Task(...), such as'
-  remedy += ' trm_jax.tasks.sorting.'
-  if not all(part.isidentifier() for part in module.split('.')):
-    raise types.InputError(f'task={module!r} is not a dotted name: {remedy}')
+  remedy += ' trm_jax.tasks.sorting, or module:NAME for another task in it, such as'
+  remedy += ' trm_jax.tasks.moves:MOVES_64.'
+  module, colon, attribute = name.partition(':')
+  attribute = attribute if colon else 'TASK'
+  if not all(part.isidentifier() for part in (*module.split('.'), attribute)):
+    raise types.InputError(f'task={name!r} is not a dotted name: {remedy}')
   try:
-    found = importlib.import_module(module)
+    # TFDS's list of data sets would refuse two builders of one name.
+    with registered.skip_registration():
+      found = importlib.import_module(module)
   except ModuleNotFoundError as error:
     if not f'{module}.'.startswith(f'{error.name}.'):
       raise
-    raise types.InputError(f'task={module!r} cannot be imported: {remedy}') from error
-  task = getattr(found, 'TASK', None)
+    raise types.InputError(f'task={name!r} cannot be imported: {remedy}') from error
+  task = getattr(found, attribute, None)
   if not isinstance(task, Task):
-    raise types.InputError(f'task={module!r} has TASK={task!r:.80}: {remedy}')
+    raise types.InputError(f'task={name!r} has {attribute}={task!r:.80}: {remedy}')
   return task
 
 
@@ -179,9 +188,46 @@ def prompts(
   return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
+def resume(iterator: grain.DatasetIterator, state: object, batches: int) -> None:
+  """Sets an iterator of `prompts` to the state it had after that many batches.
+
+  Raises InputError for any other state.
+  """
+  due = dict.fromkeys(iterator.get_state(), batches)
+  if state != due:
+    raise types.InputError(
+      f'data cursor={state!r:.200} of the checkpoint is not that of {batches} batches, {due!r}:'
+      ' put the checkpoint back as it was, or choose another directory.'
+    )
+  iterator.set_state(state)
+
+
+def check(
+  task: Task,
+  split: str,
+  data_dir: str | os.PathLike,
+  *,
+  progress: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
+  """SHA-256 (16 hexadecimal digits) of all prompts of a split in their order, once all are usable.
+
+  `progress(done, total)` is told of every 512 rows. Raises InputError that names the first row
+  whose prompt is too long, empty, not made of integers or holds an id outside the vocabulary.
+  """
+  source, digest = _source(task, split, data_dir), hashlib.sha256()
+  for first in range(0, len(source), 512):
+    rows = list(range(first, min(first + 512, len(source))))
+    aligned = _right_align(task, source.__getitems__(rows), f' (row {{}} of {split!r})', first)
+    digest.update(aligned['start'].tobytes() + aligned['prompts'].tobytes())
+    progress(rows[-1] + 1, len(source))
+  return digest.hexdigest()[:16]
+
+
 def _builder(task: Task, data_dir: str | os.PathLike) -> tfds.core.DatasetBuilder:
+  # A folder by content: an edited builder makes its rows anew, and two of one name share none.
+  folder = os.path.join(data_dir, identity.source(task.builder))
   # TFDS's default file format needs TensorFlow; this one does not.
-  return task.builder(data_dir=os.fspath(data_dir), file_format='array_record')
+  return task.builder(data_dir=folder, file_format='array_record')
 
 
 def _source(task: Task, split: str, data_dir: str | os.PathLike):
@@ -200,16 +246,26 @@ def _source(task: Task, split: str, data_dir: str | os.PathLike):
     ) from error
 
 
-def _right_align(task: Task, rows: list[dict]) -> dict[str, np.ndarray]:
+def _right_align(task: Task, rows: list[dict], where: str = '', first: int = 0) -> dict:
   padded = np.full((len(rows), task.prompt_length), task.pad, np.int32)
   start = np.zeros(len(rows), np.int32)
   for i, row in enumerate(rows):
-    ids = task.encode(row)
-    if not 1 <= len(ids) <= task.prompt_length:
+    ids = np.asarray(task.encode(row))
+    what = f'A prompt of task {task.name!r}{where.format(first + i)}'
+    if not 1 <= ids.size <= task.prompt_length:
       raise types.InputError(
-        f'A prompt of task {task.name!r} has {len(ids)} tokens: keep it between 1 and '
+        f'{what} has {ids.size} tokens: keep it between 1 and '
         f'prompt_length={task.prompt_length}, or raise prompt_length.'
       )
-    start[i] = task.prompt_length - len(ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+      raise types.InputError(
+        f'{what} is {ids.dtype}{list(ids.shape)}: let encode give integers of one axis.'
+      )
+    if ids.min() < 0 or ids.max() >= task.vocab_size:
+      wrong = int(ids[(ids < 0) | (ids >= task.vocab_size)][0])
+      raise types.InputError(
+        f'{what} holds the id {wrong}: let encode give ids in [0, {task.vocab_size}).'
+      )
+    start[i] = task.prompt_length - ids.size
     padded[i, start[i] :] = ids
   return {'prompts': padded, 'start': start}

@@ -1,0 +1,1 @@
+"""What experiments share: arms and seeds, grids, sweeps, small worlds, known pairs of policies."""

@@ -1,0 +1,1 @@
+"""Tables, verdicts and figures, made from committed summaries without any training."""
