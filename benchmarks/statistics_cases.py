@@ -112,10 +112,10 @@ def _objectives() -> list[Case]:
   cut = MethodWords(max_kl=0.2, scope='prefix').make()
   drawn = MethodWords(max_kl=0.2, random_mask=True, match_length=True).make()
 
-  def of_method(of, fn, *arguments, form='', out=BY_ROW, grad=False):
+  def of_method(of, fn, *arguments, form='', out=BY_ROW, grad=False, also=()):
     run = split(fn, *arguments, out=out)
     name = c.name(of) + (f', {form}' if form else '')
-    return c.both(name, run, *arguments) if grad else [Case(name, run, arguments)]
+    return c.both(name, run, *arguments, also=also) if grad else [Case(name, run, arguments)]
 
   kept = lambda settings: (
     lambda s, limit, key: objectives.keep(settings, s, limit=limit, key=key, axis_name=DATA)
@@ -135,6 +135,11 @@ def _objectives() -> list[Case]:
     run, at = loss(objectives.METHODS[name].make()), (x, scored, limit, key)
     return of_method(objectives.objective, run, *at, form=name, out=(P(), P(DATA)), grad=True)
 
+  def of_segments(logp, s, limit, key, ids):
+    return loss(trm)(logp, dataclasses.replace(s, groups=ids, trajectory=ids), limit, key)
+
+  ids, of_segment = c.per_row(dtype=jnp.int32), ('first_rows', 'together', 'valid_together')
+  also = tuple(f'objectives.segments.{step}' for step in (*of_segment, 'joined', 'apart'))
   token = lambda logp, s, a: objectives.per_token(trm, dataclasses.replace(s, logp=logp), a)
   penalty = lambda *args: objectives.penalty(trm, *args).over(DATA).value
   return [
@@ -151,6 +156,15 @@ def _objectives() -> list[Case]:
     *of_method(objectives.per_token, token, x, scored, reward, grad=True),
     *of_method(
       objectives.objective, loss(trm), x, scored, limit, key, out=(P(), P(DATA)), grad=True
+    ),
+    *of_method(
+      objectives.objective,
+      of_segments,
+      *(x, scored, limit, key, ids),
+      form='segments',
+      out=(P(), P(DATA)),
+      grad=True,
+      also=also,
     ),
     *(case for name in objectives.METHODS for case in published(name)),
     *of_method(objectives.penalty, penalty, x, valid, keep, out=P(), grad=True),

@@ -64,7 +64,8 @@ EXCLUDED = {
   ),
   'parts of the published methods, which are cases': (
     *('objectives.clips.', 'objectives.gates.', 'objectives.parts.', 'objectives.ratio_weights.'),
-    'objectives.surrogates.weighed',
+    *('objectives.advantages.charged', 'objectives.advantages.optimal_token_baseline'),
+    *('objectives.surrogates.by_token', 'objectives.surrogates.weighed'),
   ),
   'steps of the bounds and certificates, which are cases': (
     *(

@@ -548,7 +548,8 @@ def test_rows_split_over_a_mesh(mesh):
 def test_rows_split_over_a_named_axis(mapped):
   d, valid = case()
   key = jax.random.key(3)
-  blocks = jnp.stack([*vars(d).values(), valid * 1.0]).reshape(6, 8, B // 8, T)
+  blocks = jnp.stack([d.kl, d.tv, d.log_ratio, d.entropy, d.chi2, valid * 1.0])
+  blocks = blocks.reshape(6, 8, B // 8, T)
   run = mapped(
     lambda x: whole_mask(Divergences(*x[:5]), x[5] > 0, key, 'data'), axis_name='data', in_axes=1
   )
