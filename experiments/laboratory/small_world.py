@@ -16,7 +16,7 @@ import optax
 from trm_jax import masks, policy
 from trm_jax.exact import enumeration, oracle
 from trm_jax.mismatch import fleet, heavy_tail
-from trm_jax.policy import attention as attn
+from trm_jax.policy import attention as attentions
 from trm_jax.rollouts import groups
 from trm_jax.types import InputError
 
@@ -68,7 +68,7 @@ def table(
 ) -> jax.Array:
   """Logits after every prefix, [X, C, V] float32: of the policy, or of an engine that serves it."""
   key = jax.random.key(0) if key is None else key
-  hooks, attention = policy.Hooks(), attn.plain
+  hooks, attention = policy.Hooks(), attentions.plain
   if engine is not None:
     history = None
     if engine.staleness.switch is not None:

@@ -92,12 +92,6 @@ def first_order(
   return _surrogate(patched, reward, penalty, kept, **settings)
 
 
-def _both_halves(found: Certificate) -> Certificate:
-  """The certificate whose two parts have half of alpha each; no e-value speaks of their sum."""
-  none = jnp.full_like(found.log_evalue, jnp.nan)
-  return dataclasses.replace(found, alpha=2 * found.alpha, log_evalue=none)
-
-
 def leaving(patched: Patched, *, samples: int, alpha: Real) -> Float[Array, '']:
   """Upper bound of the probability that the policy leaves the region, from rows of the rollout.
 
