@@ -599,8 +599,9 @@ def test_replayed_routes_undo_the_mismatch_and_the_router_learns():
   assert ids[2] > 1e-3 and both[2] > 1e-3
   # Each layer is handed its own experts.
   routes = jnp.arange(12).reshape(1, 2, 3, 2)
+  scores, own = jnp.zeros((1, 2, 12)), jnp.zeros((1, 2, 2), int)
   for layer in range(3):
-    chosen = routing.replay(routes).routes(None, None, jnp.int32(layer), None)
+    chosen = routing.replay(routes).routes(scores, own, jnp.int32(layer), None)
     np.testing.assert_array_equal(chosen, routes[:, :, layer])
 
 
