@@ -18,6 +18,15 @@ POOLS = ['all', 'accepted', 'loo', 'loo_accepted']
 EVERY = [advantages.centred, advantages.group_relative, advantages.leave_one_out]
 BATTERY = pytest.mark.parametrize('fn', EVERY)
 BY_POOL = pytest.mark.parametrize('pool', POOLS)
+# Each function with one pool, and each pool with one function; the others in `make test-all`.
+PAIRS = pytest.mark.parametrize(
+  'fn, pool',
+  [
+    pytest.param(fn, pool, marks=[pytest.mark.slow] * (fn is not EVERY[1] and pool != POOLS[0]))
+    for fn in EVERY
+    for pool in POOLS
+  ],
+)
 SEEDS = st.integers(0, 2**20)
 G = 4
 
@@ -102,8 +111,7 @@ def test_leave_one_out_is_centred_times_g_over_g_minus_one():
   )
 
 
-@BATTERY
-@BY_POOL
+@PAIRS
 @hypothesis.given(
   reward=st.floats(-1e4, 1e4, width=32), size=st.sampled_from([2, 3, 7, 16]), share=st.floats(0, 1)
 )
@@ -145,8 +153,7 @@ def test_accepted_pools_ignore_rejected_rewards(fn, pool, bad):
   np.testing.assert_array_equal(jnp.where(keep, got, 0), jnp.where(keep, want, 0))
 
 
-@BATTERY
-@BY_POOL
+@PAIRS
 @hypothesis.given(seed=SEEDS, shift=st.integers(-100, 100))
 def test_shift_order_and_other_groups(fn, pool, seed, shift):
   rewards, keep = case(seed, 3)
@@ -184,8 +191,7 @@ def test_too_small_and_broken_groups_are_refused(fn, monkeypatch):
       fn(*wrong, group_size=G)
 
 
-@BATTERY
-@BY_POOL
+@PAIRS
 def test_no_gradient_jit_vmap_and_strict_promotion(fn, pool):
   rewards, keep = case()
   run = functools.partial(fn, group_size=G, pool=pool)
@@ -215,8 +221,7 @@ def test_a_padding_row_is_in_no_group():
   assert (advantages.centred(rewards, keep, group_size=4) != 0).all()
 
 
-@BATTERY
-@BY_POOL
+@PAIRS
 @hypothesis.given(seed=SEEDS)
 def test_groups_by_id_in_any_order_are_adjoining_groups(fn, pool, seed):
   rewards, keep = case(seed)

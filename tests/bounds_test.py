@@ -958,7 +958,8 @@ READS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize('length', [pytest.param(3, marks=pytest.mark.slow), 5000])
+@pytest.mark.slow
+@pytest.mark.parametrize('length', [3, 5000])
 def test_a_traced_nan_gives_nan_from_every_bound(length, optimised):
   """XLA's minimum and maximum on CPUs drop it, and a bound of 0 or of the other argument is one."""
   row = lambda value: jnp.full(length, value, jnp.float32)

@@ -85,7 +85,13 @@ STATISTICS = [
 ]
 
 
-@pytest.mark.parametrize('criterion, statistic', STATISTICS)
+@pytest.mark.parametrize(
+  'criterion, statistic',
+  [
+    STATISTICS[1],
+    *(pytest.param(*s, marks=pytest.mark.slow) for s in STATISTICS if s != STATISTICS[1]),
+  ],
+)
 def test_calibrated_criteria_accept_the_target_of_fresh_rows(criterion, statistic):
   limit = calibration.conformal(statistic(*rows_of(pareto(0, 2000, 64))), target=TARGET)
   fresh = criterion(limit=limit)(*rows_of(pareto(1, 2000, 64)))

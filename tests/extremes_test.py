@@ -29,7 +29,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize(
+  'shape',
+  [s if s == (64, 64) else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES],
+  ids=str,
+)
 def test_nan_is_never_lost(shape, optimised):
   x = table(shape)
   for name, f in FUNCTIONS.items():

@@ -248,6 +248,7 @@ def test_effective_sample_size_by_hand():
   assert ratios.effective_sample_size(jnp.zeros((5, 2)), jnp.ones((5, 2), bool)) == 1
 
 
+@pytest.mark.slow
 def test_effective_sample_size_is_at_most_one(optimised):
   run = jax.jit(jax.vmap(ratios.effective_sample_size, (0, None)), compiler_options=optimised)
   x = 1e-4 * jax.random.normal(jax.random.key(0), (6400, 7, 3))

@@ -102,7 +102,7 @@ def test_values_are_those_of_chunks(interpreted, kind, lse, temperature, full, r
 @pytest.mark.parametrize(
   ('kind', 'lse'),
   [
-    ('head', True),
+    pytest.param('head', True, marks=pytest.mark.slow),
     (None, False),
     pytest.param('head', False, marks=pytest.mark.slow),
     pytest.param('logits', True, marks=pytest.mark.slow),

@@ -831,6 +831,7 @@ def test_sources_compose_and_grow():
     fleet.engine_hooks(ENGINES['routing'], {'roting': 0.0})
 
 
+@pytest.mark.slow
 def test_the_trainer_is_untouched():
   """Its forward pass and gradient are the same program before and after any engine has run."""
 

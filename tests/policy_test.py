@@ -467,7 +467,7 @@ def shallow(name):
 @pytest.mark.parametrize(
   'mesh', [*(pytest.param(m, marks=pytest.mark.slow) for m in ((1, 1), (8, 1))), (4, 2)]
 )
-@pytest.mark.parametrize('name', ['dense', 'top-2'])
+@pytest.mark.parametrize('name', ['top-2', pytest.param('dense', marks=pytest.mark.slow)])
 def test_meshes_agree(name, mesh):
   config, whole = shallow(name)
   with jax.set_mesh(sharding.make_mesh(*mesh)):

@@ -187,6 +187,7 @@ def slow_tests(path):
   return found
 
 
+@pytest.mark.slow
 def test_claims_without_a_dagger_are_checked_by_make_test():
   tests = re.findall(r'`(?:tests/)?(\w+_test\.py)::(\w+)`( †)?', (ROOT / 'CLAIMS.md').read_text())
   slow = {file: slow_tests(ROOT / 'tests' / file) for file, _, _ in tests}

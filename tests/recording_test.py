@@ -239,7 +239,15 @@ def change_meta(step_path):
   path.write_text(path.read_text().replace('"cursor": 4', '"cursor": 5'))
 
 
-@pytest.mark.parametrize('damage', [flip_bit, truncate, remove_state, empty, change_meta])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    flip_bit,
+    *(
+      pytest.param(d, marks=pytest.mark.slow) for d in (truncate, remove_state, empty, change_meta)
+    ),
+  ],
+)
 def test_a_damaged_checkpoint_is_passed_over(saved, damage, caplog):
   damage(saved / 'checkpoints' / '4')
   with recording.open_run(saved, CONFIG, resume=True) as run:

@@ -30,7 +30,7 @@ def parameters(config):
   return jax.tree.map(draw, shapes)
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name', ['moe', pytest.param('dense', marks=pytest.mark.slow)])
 def test_a_permuted_policy_is_the_same_function(name):
   config, params = CONFIGS[name], parameters(CONFIGS[name])
   moved = reduction.permute(params, PERMUTE, config)

@@ -83,6 +83,7 @@ def test_replayed_experts_agree_and_lower_the_kl_and_weights_end_it():
   np.testing.assert_allclose(log_ratio, 0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ROUTES)
 def test_the_router_learns(name):
   gradient, report = trained()[name]

@@ -172,7 +172,13 @@ def whole():
   return dataclasses.replace(s, valid=valid)
 
 
-@pytest.mark.parametrize('name', SEGMENTED)
+# What each part of a method does with segments, in `make test`; every method in `make test-all`.
+QUICK = 'ppo_clip gspo cppo normalized_tis trm_prefix control accepted'.split()
+
+
+@pytest.mark.parametrize(
+  'name', [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SEGMENTED]
+)
 def test_segments_of_a_trajectory_are_one_row(name):
   method, s = SEGMENTED[name], whole()
   rows, place = cut(s)
@@ -254,6 +260,7 @@ BATCH_WIDE = {name: objectives.METHODS[name].make() for name in ('m2po', 'sis', 
 }
 
 
+@pytest.mark.slow
 def test_eight_devices_are_one():
   s, methods = scored(), BATCH_WIDE
   fields = {f.name: getattr(s, f.name) for f in dataclasses.fields(s)}

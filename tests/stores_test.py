@@ -149,9 +149,7 @@ def scores_of_all_tokens(text, slots):
 @pytest.mark.parametrize(
   'store',
   [
-    'hidden',
-    pytest.param('topk', marks=pytest.mark.slow),
-    *(pytest.param(s, marks=pytest.mark.slow) for s in ('logits', 'logp')),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ('hidden', 'topk', 'logits', 'logp')),
   ],
 )
 def test_only_logits_hold_the_scores_of_all_tokens(monkeypatch, store):

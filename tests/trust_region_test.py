@@ -381,7 +381,7 @@ def test_other_shapes_and_missing_statistics_are_refused(monkeypatch):
     masks.max_kl(limit=1.0).prefix(dataclasses.replace(d, kl=None), valid)
 
 
-@pytest.mark.parametrize('shape', [(64, 64), (8, 4096)])
+@pytest.mark.parametrize('shape', [(64, 64), pytest.param((8, 4096), marks=pytest.mark.slow)])
 def test_nan_rejects_in_large_batches_too(shape, optimised):
   """XLA's maximum on CPUs drops NaN from arrays of 4096 elements on."""
   rows, slots = shape

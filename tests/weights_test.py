@@ -47,7 +47,9 @@ def refused(call, *words):
   return message
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  'name', [n if n == 'qwen3' else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_logits_and_routes_equal_those_of_transformers(name):
   config, params = loaded(name)
   golden = np.load(GOLDEN / name / 'arrays.npz', allow_pickle=False)
@@ -309,6 +311,7 @@ ANY_JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 def test_any_change_of_the_index_or_the_configuration(data):
   file = data.draw(st.sampled_from([INDEX, 'config.json']))
