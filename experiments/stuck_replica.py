@@ -101,7 +101,7 @@ def summarise(metrics: report.Metrics, config: training.Config) -> dict:
     'clean_share': share,
     'start_accuracy': report.mean_error([metrics[TRM, s][0]['accuracy/sampled'] for s in seeds]),
     'trm_acceptance_by_length': [
-      report.mean_error(tail(TRM, f'acceptance/length_q{i}')) for i in range(1, 5)
+      report.known_mean_error(tail(TRM, f'acceptance/length_q{i}')) for i in range(1, 5)
     ],
     'arms': found,
   }

@@ -11,6 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +210,10 @@ def test_a_second_process_is_told_who_writes(tmp_path):
     assert other.stdout.readline() == 'open\n'
     with pytest.raises(types.InputError, match=f'in use .pid {other.pid} on .*choose another'):
       recording.open_run(tmp_path, {}, resume=True)
-    other.kill()
+    began = time.monotonic()
+    threading.Timer(1.0, other.kill).start()
+    with recording.open_run(tmp_path, {}, resume=True, wait=True):
+      assert time.monotonic() - began > 0.9
   with recording.open_run(tmp_path, {}, resume=True):  # the dead hold nothing
     assert (tmp_path / 'lock').exists()
   assert not (tmp_path / 'lock').exists()

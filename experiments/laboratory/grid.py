@@ -111,12 +111,6 @@ def holm(p: Sequence[float]) -> list[float]:
   return out
 
 
-def _known(values: Sequence[float]) -> dict[str, float]:
-  """Mean and error of the values that are there: no row may have been of some length."""
-  values = [x for x in values if not math.isnan(x)]
-  return report.mean_error(values) if values else {'mean': math.nan, 'se': math.nan}
-
-
 def summarise(
   found: dict[str, report.Metrics], settings: Sequence[Setting], effects: Sequence[Effect]
 ) -> dict:
@@ -128,7 +122,9 @@ def summarise(
     for arm in setting.arms:
       runs = [metrics[arm.name, s] for s in seeds]
       last = lambda key, runs=runs: [report.last(rows, key) for rows in runs]
-      tail = lambda key, runs=runs: _known([report.tail_mean(r, key) for r in runs])
+      tail = lambda key, runs=runs: report.known_mean_error(
+        [report.tail_mean(r, key) for r in runs]
+      )
       final[setting.name, arm.name] = last('accuracy/sampled')
       table[arm.name] = {
         'accuracy_sampled': report.mean_error(last('accuracy/sampled')),

@@ -17,6 +17,12 @@ def mean_error(values: Sequence[float]) -> dict[str, float]:
   return {'mean': statistics.fmean(values), 'se': error}
 
 
+def known_mean_error(values: Sequence[float]) -> dict[str, float]:
+  """`mean_error` of the values that are there: no row may have been of some length."""
+  values = [x for x in values if not math.isnan(x)]
+  return mean_error(values) if values else {'mean': math.nan, 'se': math.nan}
+
+
 def shown(value: dict[str, float], sign: bool = False) -> str:
   """'0.603 ± 0.021' from a mean and its error; the mean alone where one seed gives no error."""
   mean, error = f'{value["mean"]:{"+" if sign else ""}.3f}', value['se']

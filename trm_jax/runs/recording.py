@@ -57,52 +57,64 @@ LOCK = 'lock'
 
 
 def open_run(
-  directory: str | os.PathLike, config: dict, *, resume: bool = False, keep: int = 2
+  directory: str | os.PathLike,
+  config: dict,
+  *,
+  resume: bool = False,
+  keep: int = 2,
+  wait: bool = False,
 ) -> 'Run':
   """Creates a run directory with its config.json, or reopens one; `keep` >= 1 checkpoints stay.
 
   Called by all processes, after `jax.distributed.initialize`. `config` holds what defines the run:
   leave out what may differ on resuming (the directory, the number of steps). resume=True on an
-  empty or absent directory starts afresh. Raises InputError if the directory cannot be written,
-  holds other files, a run (without resume) or a run with another config; OSError on a full disk.
+  empty or absent directory starts afresh. With `wait`, a directory in which another process writes
+  is opened once that has ended. Raises InputError if the directory cannot be written, holds other
+  files, a run (without resume) or a run with another config, or is written by another process;
+  OSError on a full disk.
   """
   if keep < 1:
     raise types.InputError(f'keep={keep} must be at least 1.')
   path, config = pathlib.Path(directory).absolute(), files.plain(config, 'config')
-  try:
-    path.mkdir(parents=True, exist_ok=True)
-    entries = (entry for entry in path.iterdir() if entry.suffix != '.tmp')
-    names = sorted(entry.name for entry in entries if entry.name != LOCK)
-    tempfile.TemporaryFile(dir=path, suffix='.tmp').close()  # fails where nothing can be written
-    multihost_utils.sync_global_devices('trm_jax_look')  # nobody writes before everybody has looked
-    if names and 'config.json' not in names:
+  with contextlib.ExitStack() as ends:
+    try:
+      path.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=path, suffix='.tmp').close()  # fails where nothing can be written
+      ends.enter_context(_lock(path / LOCK, wait))
+      entries = (entry for entry in path.iterdir() if entry.suffix != '.tmp')
+      names = sorted(entry.name for entry in entries if entry.name != LOCK)
+      # Nobody writes before everybody has looked.
+      multihost_utils.sync_global_devices('trm_jax_look')
+      if names and 'config.json' not in names:
+        raise types.InputError(
+          f'directory={path} holds other files ({names[0]}); choose an empty directory.'
+        )
+      if names and not resume:
+        raise types.InputError(
+          f'directory={path} already holds a run; pass --resume to continue it or choose another'
+          ' directory.'
+        )
+      if names:
+        provenance.compare(path / 'config.json', config)
+      else:
+        about = {'config': config, 'created': time.strftime('%Y-%m-%dT%H:%M:%S%z')}
+        Run(path, keep).write_json('config.json', about | provenance.found())
+    except OSError as error:
+      if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise
       raise types.InputError(
-        f'directory={path} holds other files ({names[0]}); choose an empty directory.'
-      )
-    if names and not resume:
-      raise types.InputError(
-        f'directory={path} already holds a run; pass --resume to continue it or choose another'
+        f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another'
         ' directory.'
+      ) from error
+    multihost_utils.sync_global_devices('trm_jax_open')
+    if not (path / 'config.json').exists():
+      raise types.InputError(
+        f'directory={path} differs from host to host; choose one that all see.'
       )
-    lock = _lock(path / LOCK)
-    if names:
-      provenance.compare(path / 'config.json', config)
-    else:
-      about = {'config': config, 'created': time.strftime('%Y-%m-%dT%H:%M:%S%z')}
-      Run(path, keep).write_json('config.json', about | provenance.found())
-  except OSError as error:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-      raise
-    raise types.InputError(
-      f'directory={path} cannot be written ({os.strerror(error.errno)}); choose another directory.'
-    ) from error
-  multihost_utils.sync_global_devices('trm_jax_open')
-  if not (path / 'config.json').exists():
-    raise types.InputError(f'directory={path} differs from host to host; choose one that all see.')
-  files.cut_back(path / 'metrics.jsonl', math.inf)
-  run = Run(path, keep)
-  run.ends.push(lock.pop_all())
-  return run
+    files.cut_back(path / 'metrics.jsonl', math.inf)
+    run = Run(path, keep)
+    run.ends.push(ends.pop_all())
+    return run
 
 
 class Run(contextlib.AbstractContextManager):
@@ -310,23 +322,19 @@ def _first(steps: list[int]) -> str:
   return ', '.join(map(str, steps[:8])) + (f' and {len(steps) - 8} more' if len(steps) > 8 else '')
 
 
-def _lock(path: pathlib.Path) -> contextlib.ExitStack:
+def _lock(path: pathlib.Path, wait: bool) -> contextlib.ExitStack:
   """Holds the file for this process until closed or dead; InputError that says who holds it.
 
-  Process 0 asks, all hear the answer. A second run of the same process is let in: it knows.
+  Process 0 asks, and asks again with `wait`; all hear the answer. A second run of the same process
+  is let in: it knows.
   """
   stack, held, me = contextlib.ExitStack(), '', f'pid {os.getpid()} on {socket.gethostname()}'
   if jax.process_index() == 0:
-    file = stack.enter_context(open(path, 'a+'))
     try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      file.truncate(0)
-      file.write(f'{me}\n')
-      file.flush()
-      stack.callback(path.unlink, missing_ok=True)
-    except BlockingIOError:
-      file.seek(0)
-      held = file.read().strip() or 'another process'
+      while held := _taken(path, stack, me):
+        if not wait or held == me:
+          break
+        time.sleep(0.2)
     except OSError:  # a file system without locks
       logger.warning('%s cannot be locked: see to it that no other process writes there', path)
   if multihost_utils.broadcast_one_to_all(np.int32(held not in ('', me))):
@@ -336,6 +344,25 @@ def _lock(path: pathlib.Path) -> contextlib.ExitStack:
       ' ends, stop it, or choose another directory.'
     )
   return stack
+
+
+def _taken(path: pathlib.Path, stack: contextlib.ExitStack, me: str) -> str:
+  """'' where the file is now locked for `stack`, else who holds it."""
+  with contextlib.ExitStack() as mine:
+    file = mine.enter_context(open(path, 'a+'))
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      return file.read().strip() or 'another process'
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+      return 'a process that ends'  # it has deleted this file since it was opened
+    file.truncate(0)
+    file.write(f'{me}\n')
+    file.flush()
+    mine.callback(path.unlink, missing_ok=True)
+    stack.push(mine.pop_all())
+  return ''
 
 
 def _agreed(steps: list[int]) -> list[int]:

@@ -121,7 +121,8 @@ def warm_start(
 ) -> policy.Params:
   """Parameters after the supervised warm start, computed once per directory and then reused.
 
-  Continues where it stopped. Raises InputError if the directory holds another warm start.
+  Continues where it stopped, and waits for another process that is computing or reading it. Raises
+  InputError if the directory holds another warm start.
   """
   config, chosen = program.config, program.config.warm_start
   about = {
@@ -130,7 +131,7 @@ def warm_start(
   }
   with (
     jax.set_mesh(program.mesh),
-    recording.open_run(directory, about, resume=True, keep=1) as record,
+    recording.open_run(directory, about, resume=True, keep=1, wait=True) as record,
     processes.stops() as look,
   ):
     record.check_identity(identity(program))
