@@ -391,9 +391,9 @@ def test_the_largest_of_a_row_grows_with_it_and_rates_are_by_the_exact_decision(
 
 @pytest.mark.slow
 def test_a_whole_run_of_estimators_and_its_bounds_hold(monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(es, 'KEEP', (1, 64))  # half of the compilation
+  monkeypatch.setattr(er, 'KEEP', (1, 64))  # half of the compilation
   few = tuple(n for n in er.ESTIMATORS if not n.endswith(('=4', '=16')))
-  monkeypatch.setattr(es, 'ESTIMATORS', few)
+  monkeypatch.setattr(er, 'ESTIMATORS', few)
   args = es.Estimators(
     directory=tmp_path,
     names=(),

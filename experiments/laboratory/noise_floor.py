@@ -208,10 +208,13 @@ CALIBRATED = ('max, (1-p)^T', 'max, conformal', 'budget by length')
 
 def chosen(noise, args: Setting, table, key, shape, factor) -> Divergences:
   """`draw` for the number of a noise, which may be traced: one program serves all of them."""
-  draws = [functools.partial(draw, name, args, shape=shape) for name in NOISES]
-  return jax.lax.switch(
-    noise, [lambda t, k, f, d=d: d(t, k, factor=f) for d in draws], table, key, factor
-  )
+
+  def branch(name):
+    found = lambda t, k, f: draw(name, args, t, k, shape=shape, factor=f)
+    # Of some noises alone; no rule reads it.
+    return lambda t, k, f: dataclasses.replace(found(t, k, f), square=None)
+
+  return jax.lax.switch(noise, [branch(name) for name in NOISES], table, key, factor)
 
 
 @functools.cache

@@ -134,7 +134,7 @@ def measure(
   label, count = f'{len(names)} cells x {len(seeds)} seeds', len(done)
   display = recording.Progress(len(paths), label, start=count)
   display = display if jax.process_index() == 0 else loop.Silent()
-  with processes.stops() as look:
+  with record, processes.stops() as look:
     for seed in seeds:
       missing = [name for name in names if (seed, name) not in done]
       if not missing:
