@@ -112,6 +112,13 @@ def surrogate(name, d, a, valid):
   return out
 
 
+def drpo(logp, q_logp, a, valid, limit=0.15):
+  """(value, its slope with respect to logp) of each token."""
+  p, q, a = np.exp(logp), np.exp(q_logp), by_token(a, valid)
+  slope = p / q * (a - np.abs(a) * (p - q) / limit)
+  return p / q * a - np.abs(a) * (p - q) ** 2 / (2 * limit * q), slope
+
+
 def by_token(a, valid):
   return np.broadcast_to(a[:, None] if a.ndim == 1 else a, valid.shape)
 
@@ -150,6 +157,8 @@ def gate(name, logp, q_logp, a, valid, tv, entropy):
         out[i, t] = d[i, t] ** 2 / (entropy[i, t] + 1e-3) <= 1
       elif name == 'vaco':
         out[i, t] = not (widens and np.abs(np.expm1(d[i, at])).mean() / 2 > 0.05)
+      elif name == 'negative_suffix':
+        out[i, t] = x >= 0 or all(math.log(0.2) <= d[i, j] <= math.log(5) for j in at[: n + 1])
       elif name == 'cppo':
         w = 1 - 0.2 * n / (len(at) - 1) if len(at) > 1 else 1.0
         spent += w * abs(gap)

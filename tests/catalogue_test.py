@@ -373,9 +373,27 @@ def test_gradients_are_those_of_the_formula(name):
     np.testing.assert_allclose(got[i, t], (ends[0] - ends[1]) / (2 * h), rtol=1e-3, atol=1e-4)
 
 
+@cases
+def test_drpo(case):
+  s = scored(**CASES[case])
+  logp, rollout, _, valid = doubles(s)
+
+  def total(x, a):
+    value = clips.drpo(dataclasses.replace(s, logp=x), jnp.asarray(a, jnp.float32))
+    return jnp.where(s.valid, value, 0).sum(), value
+
+  for a in (A, np.random.default_rng(5).normal(size=(B, T))):
+    got, value = jax.grad(total, has_aux=True)(s.logp.astype(jnp.float32), a)
+    want, slope = oracle.drpo(logp, rollout, a, valid)
+    np.testing.assert_allclose(value[valid], want[valid], rtol=2e-4, atol=3e-6)
+    np.testing.assert_allclose(got[valid], slope[valid], rtol=2e-4, atol=3e-6)
+
+
 GATES = {
   name: getattr(gates, name)
-  for name in 'dppo_tv dppo_kl dppo_exact probability_gap opsm m2po cppo estr vaco'.split()
+  for name in (
+    'dppo_tv dppo_kl dppo_exact probability_gap opsm m2po cppo estr vaco negative_suffix'
+  ).split()
 } | {'clip_band': part(gates.clip_band, anchor='rollout')}
 
 

@@ -278,6 +278,27 @@ def kl_cov(
   return _weigh(lambda a: r * a, advantages) - jnp.where(taken, penalty * drift, 0)
 
 
+def drpo(
+  scored: Scored,
+  advantages: Advantages,
+  *,
+  anchor: Anchor = 'rollout',
+  limit: float = 0.15,
+) -> Float[Array, 'B T']:
+  """r A - |A| (p - q)^2 / (2 limit q): DRPO, DPPO's mask made smooth.
+
+  Gradient r A (1 - sign(A) (p - q) / limit) grad log p: 0 at the boundary of `gates.dppo_tv`, and
+  back towards q beyond it. arXiv 2606.09821. Uncertain: "an advantage-weighted quadratic
+  regularizer on the shift of the token's probability with DPPO's region" is what its abstract says,
+  and (p - q)^2 / q, whose mean over the rollout is sum_v (p_v - q_v)^2, is the form that gives it.
+  """
+  d = _log_ratio(scored, anchor)
+  r = ratio(d, scored.valid)
+  q = jnp.where(scored.valid, jnp.exp(_sg(raised(scored.anchor_logp(anchor)))), 0)
+  drift = q * jnp.square(r - 1) / (2 * limit)
+  return _weigh(lambda a: r * a - drift * jnp.abs(a), advantages)
+
+
 def penalized(
   scored: Scored,
   advantages: Advantages,

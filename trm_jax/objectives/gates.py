@@ -227,6 +227,27 @@ def vaco(
   return ~(_outward(d, advantages) & (tv > limit)) & ~jnp.isnan(tv)
 
 
+def negative_suffix(
+  scored: Scored,
+  advantages: Advantages,
+  *,
+  anchor: Anchor = 'rollout',
+  low: float = 0.2,
+  high: float = 5.0,
+) -> Bool[Array, 'B T']:
+  """Where A < 0, closed from the first token of the row with a ratio outside low..high on.
+
+  mu-GRPO's veto for stale rollouts: what follows such a token is a context that the policy would
+  hardly reach, and to push it down destabilises. A missing ratio is one outside. arXiv 2605.17570.
+  Uncertain: the trigger and its numbers, which are ours; the abstract alone was read.
+  """
+  logp, anchor_logp = _logs(scored, anchor)
+  d = logp - anchor_logp
+  inside = (d >= jnp.log(low)) & (d <= jnp.log(high))
+  out = jnp.cumsum(scored.valid & ~inside, -1) > 0
+  return ~(out & (by_token(advantages) < 0)) & ~jnp.isnan(d)
+
+
 def covariance(
   scored: Scored, advantages: Advantages
 ) -> tuple[Float[Array, 'B T'], Bool[Array, 'B T']]:

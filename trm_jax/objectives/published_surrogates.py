@@ -135,6 +135,12 @@ SURROGATES: dict[str, Named] = {
     'token',
     'arXiv 2602.04879, exact or top-K',
   ),
+  'drpo': Named(
+    lambda: Method(surrogate=clips.drpo),
+    'r A - |A| (p - q)^2 / (.3 q)',
+    'token',
+    'arXiv 2606.09821 (form uncertain)',
+  ),
   'cppo': Named(
     lambda: Method(gates=(gates.cppo,)),
     'r A unless w_t D_t > .15 or S_t > .15 + .015 W_{t-1}',
@@ -184,6 +190,14 @@ SURROGATES: dict[str, Named] = {
     'r A unless mean_t |r - 1| / 2 > .05 and A moves r outward',
     'sequence',
     'arXiv 2603.01365 (limit: ours)',
+  ),
+  'mu_grpo': Named(
+    lambda: Method(
+      surrogate=part(parts.clip, clip_low=0.8, clip_high=4.0), gates=(gates.negative_suffix,)
+    ),
+    'min(r A, clip(r, .2, 5) A), for A < 0 up to the first token with r outside .2 .. 5',
+    'prefix',
+    'arXiv 2605.17570 (numbers: ours)',
   ),
   'estr': Named(
     lambda: Method(surrogate=parts.clip, gates=(gates.estr,)),
