@@ -153,6 +153,37 @@ def test_segments_of_a_trajectory_have_one_weight():
   np.testing.assert_allclose(got, w.sum() ** 2 / (len(w) * (w**2).sum()), rtol=1e-5)
 
 
+def test_alarms_about_the_reports():
+  """Right ones; those with the sign turned, shifted by a token, of other rows, or missing."""
+  rollout = 1.5 * jax.random.normal(jax.random.key(0), (B, T, 12))
+  policy = rollout + 0.2 * jax.random.normal(jax.random.key(1), rollout.shape)
+  tokens = jax.random.categorical(jax.random.key(2), rollout)
+  pick = lambda x: jnp.take_along_axis(jax.nn.log_softmax(x), tokens[..., None], -1)[..., 0]
+  scored, keep, _ = case()
+  scored = dataclasses.replace(scored, logp=pick(policy), valid=jnp.ones((B, T), bool))
+
+  def told(reports, missing=None):
+    missing = jnp.zeros((B, T), bool) if missing is None else missing
+    found = summarise(dataclasses.replace(scored, rollout_logp=reports), keep, missing)
+    return [float(found[f'report/{n}']) for n in ('impossible', 'ratio_mean', 'correlation')]
+
+  right = pick(rollout)
+  impossible, mean, agreement = told(right)
+  p, q = np.exp(scored.logp), np.exp(right)
+  np.testing.assert_allclose(
+    [mean, agreement], [(p / q).mean(), np.corrcoef(p.flat, q.flat)[0, 1]], rtol=1e-4
+  )
+  assert impossible == 0 and abs(mean - 1) < 0.1 and agreement > 0.95
+  assert told(-right)[0] == 1
+  for wrong in (jnp.roll(right, 1, axis=1), right[::-1]):
+    assert told(wrong)[1] > 2 and told(wrong)[2] < 0.5
+  lost = jnp.zeros((B, T), bool).at[0].set(True)
+  garbage = right.at[0].set(9.0)  # what a missing report was filled with says nothing of the others
+  assert told(garbage, lost)[0] == 0
+  np.testing.assert_allclose(told(garbage)[0], 1 / B, rtol=1e-6)
+  np.testing.assert_allclose(told(right.at[2, 0].set(-jnp.inf))[0], 1 / (B * T), rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_capped_ratios_are_counted():
   scored, keep, a = case()

@@ -9,6 +9,12 @@ averaged. Rows without valid tokens do not exist: they are in no share, mean or 
 gradient there; `log_ratio/largest` is the largest |log-ratio| of kept tokens before the cut, inf if
 one is infinite.
 
+Three are alarms about what the engine reports, of all rows and all reports that are there.
+`report/impossible` is the share of log-probs above 0 or of -inf: such rows are dropped, and a sign
+or a shape is wrong. `report/ratio_mean` is the mean of policy / rollout over the tokens: its
+expectation is 1 for every policy where the reports are right. `report/correlation` of the two
+probabilities is near 1 unless reports belong to other tokens, or to another temperature.
+
 `acceptance` is the share of rows that are kept whole, `acceptance/tokens` of valid tokens that are
 kept, and `acceptance/position_q1` to `_q4` the same by quarters of each row, first to last.
 
@@ -23,8 +29,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from trm_jax import certificates, extremes, masks
 from trm_jax.divergences import ratios
-from trm_jax.measurements import distributions, router_statistics
+from trm_jax.measurements import batch, distributions, router_statistics
 from trm_jax.mismatch import routing
+from trm_jax.objectives import weights
 from trm_jax.objectives.scored import Scored
 from trm_jax.types import Rollout
 
@@ -64,6 +71,19 @@ def _measures(scored: Scored) -> dict[str, Float[Array, 'B T']]:
     ends = ('upper', 'lower')
     return {f'{n}/{end}': getattr(getattr(bounds, n), end) for n in ('kl', 'tv') for end in ends}
   return {} if d.kl is None else {'kl': d.kl, 'tv': d.tv}
+
+
+def _reports(scored: Scored, there: Bool[Array, 'B T']) -> dict[str, Float[Array, '']]:
+  """Alarms about the reported log-probs `there`."""
+  reported, logp = ratios.raised(scored.rollout_logp), ratios.raised(scored.logp)
+  impossible = there & ((reported > weights.ROUNDING) | (reported == -jnp.inf))
+  log_ratio = logp - reported
+  known = there & ~impossible & ~jnp.isnan(log_ratio)
+  return {
+    'report/impossible': _mean(impossible, there),
+    'report/ratio_mean': _mean(ratios.ratio(log_ratio, known), known),
+    'report/correlation': batch.correlation(logp, log_ratio, known),
+  }
 
 
 def summarise(
@@ -113,6 +133,7 @@ def summarise(
     ),
     'ess': ratios.effective_sample_size(d.log_ratio, kept_token, part, trajectory),
     'missing_tokens': (missing & valid).sum(),
+    **_reports(scored, valid & ~missing),
     'nonfinite_rows': (valid & ~finite).any(-1).sum(),
   }
   if scored.bounds is not None:
