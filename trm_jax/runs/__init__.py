@@ -1,3 +1,3 @@
 """A run on disk and over hosts: `recording` (metrics, checkpoints), `digests`, `provenance`,
-`processes` (several hosts) and `progress`.
+`processes` (several hosts), `locks` and `progress`.
 """

@@ -14,7 +14,6 @@ turns them back into floats.
 import collections
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,7 +22,6 @@ import os
 import pathlib
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -36,7 +34,7 @@ from jax.experimental import multihost_utils
 
 import trm_jax
 from trm_jax import types
-from trm_jax.runs import digests, files, progress, provenance
+from trm_jax.runs import digests, files, locks, progress, provenance
 
 try:
   import orbax.checkpoint as ocp
@@ -80,7 +78,7 @@ def open_run(
     try:
       path.mkdir(parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=path, suffix='.tmp').close()  # fails where nothing can be written
-      ends.enter_context(_lock(path / LOCK, wait))
+      ends.enter_context(locks.hold(path / LOCK, wait=wait))
       entries = (entry for entry in path.iterdir() if entry.suffix != '.tmp')
       names = sorted(entry.name for entry in entries if entry.name != LOCK)
       # Nobody writes before everybody has looked.
@@ -320,49 +318,6 @@ class Run(contextlib.AbstractContextManager):
 
 def _first(steps: list[int]) -> str:
   return ', '.join(map(str, steps[:8])) + (f' and {len(steps) - 8} more' if len(steps) > 8 else '')
-
-
-def _lock(path: pathlib.Path, wait: bool) -> contextlib.ExitStack:
-  """Holds the file for this process until closed or dead; InputError that says who holds it.
-
-  Process 0 asks, and asks again with `wait`; all hear the answer. A second run of the same process
-  is let in: it knows.
-  """
-  stack, held, me = contextlib.ExitStack(), '', f'pid {os.getpid()} on {socket.gethostname()}'
-  if jax.process_index() == 0:
-    try:
-      while held := _taken(path, stack, me):
-        if not wait or held == me:
-          break
-        time.sleep(0.2)
-    except OSError:  # a file system without locks
-      logger.warning('%s cannot be locked: see to it that no other process writes there', path)
-  if multihost_utils.broadcast_one_to_all(np.int32(held not in ('', me))):
-    stack.close()
-    raise types.InputError(
-      f'directory={path.parent} is in use ({held or "see its file lock"}); wait until that process'
-      ' ends, stop it, or choose another directory.'
-    )
-  return stack
-
-
-def _taken(path: pathlib.Path, stack: contextlib.ExitStack, me: str) -> str:
-  """'' where the file is now locked for `stack`, else who holds it."""
-  with contextlib.ExitStack() as mine:
-    file = mine.enter_context(open(path, 'a+'))
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      file.seek(0)
-      return file.read().strip() or 'another process'
-    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-      return 'a process that ends'  # it has deleted this file since it was opened
-    file.truncate(0)
-    file.write(f'{me}\n')
-    file.flush()
-    mine.callback(path.unlink, missing_ok=True)
-    stack.push(mine.pop_all())
-  return ''
 
 
 def _agreed(steps: list[int]) -> list[int]:
