@@ -76,6 +76,7 @@ EXCLUDED = {
     ),
     'certificates.importance.conclude',
   ),
+  'learned noise of the trainer, a few operations a layer': ('training.perturbation.',),
   'steps of rollouts, which are cases': (
     *('measurements.distributions.over', 'rollouts.groups.blanked', 'rollouts.streams.each'),
     *('rollouts.scoring.engine_scores', 'rollouts.scoring.row_logp'),

@@ -23,6 +23,13 @@ ROLLOUT_SETTINGS = (
     'arXiv 2510.11370',
   ),
   (
+    'alp',
+    'ratios and masks look at the policy with learned noise in the input of every layer',
+    'trainer',
+    '--perturbation 1e-4 (scales at the start, learned at 5e-4)',
+    'arXiv 2603.19470 (what keeps the scales up uncertain)',
+  ),
+  (
     'support_replay',
     'the policy is conditioned on the tokens that the engine could have drawn',
     'rollout',

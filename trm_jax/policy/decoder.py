@@ -346,6 +346,8 @@ def apply(
     if hooks.bind is not None:
       real = slot + jnp.arange(tokens.shape[1])[None] >= start[:, None]
       here = hooks.bind(hooks, index, noise_keys, real)
+    if here.hidden is not None:
+      x = here.hidden(x, index, noise_keys)
     x, cache, routing = nnx.merge(graph, weights)(
       x,
       start=start,

@@ -20,6 +20,7 @@ class Hooks:
     kv: applied to keys and values as they enter the cache.
     bind: (hooks, layer, noise keys, real [B,T]) -> the hooks of this layer, for what needs those;
       `real` are the slots that are not left padding.
+    hidden: (input of a layer [B,T,D], layer, noise keys) -> disturbed input.
     router: (router scores [B,T,E], layer, noise keys) -> disturbed scores.
     routes: (router probabilities [B,T,E], top-k experts [B,T,K], layer, noise keys) -> experts.
     gates: (weights [B,T,K], experts [B,T,K], probabilities, layer, noise keys) -> weights.
@@ -31,6 +32,7 @@ class Hooks:
   activation: Hook = None
   kv: Hook = None
   bind: Callable[..., 'Hooks'] | None = None
+  hidden: Hook = None
   router: Hook = None
   routes: Hook = None
   gates: Hook = None
@@ -41,4 +43,5 @@ class Hooks:
   @property
   def keyed(self) -> bool:
     """Whether the forward pass needs noise keys."""
-    return any(hook is not None for hook in (self.bind, self.router, self.routes, self.gates))
+    keyed = (self.bind, self.hidden, self.router, self.routes, self.gates)
+    return any(hook is not None for hook in keyed)

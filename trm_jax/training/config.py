@@ -68,6 +68,12 @@ class WarmStart:
     if not 0 < self.learning_rate < math.inf:
       raise InputError(f'warm_start.learning_rate={self.learning_rate} must be > 0 and finite.')
 
+  def make(self) -> optax.GradientTransformation:
+    """Adam whose rate decays linearly to 0."""
+    steps = max(self.steps, 1)
+    rate = optax.schedules.linear_schedule(self.learning_rate, 0.0, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -111,6 +117,10 @@ class Config:
   # Renormalise the trainer's policy over the tokens that the engine's filters let pass; surrogate
   # and trust region then speak of that policy. Needs store logits.
   replay_support: bool = False
+  # Scale of learned noise in the input of every layer of the policy that ratios and masks look at,
+  # at the start (ALP: 1e-6 to 1e-4); 0 = none. The rate at which the scales learn.
+  perturbation: float = 0.0
+  perturbation_rate: float = 5e-4
   # plain holds [T,T] scores; blockwise never does; splash is a TPU's kernel for bfloat16 and heads
   # of a multiple of 128, and blockwise elsewhere.
   attention: Literal['plain', 'blockwise', 'splash'] = 'plain'
@@ -146,6 +156,10 @@ class Config:
         raise InputError(f'{name}={getattr(self, name)} must be at least 1.')
     if self.steps < 0:
       raise InputError(f'steps={self.steps} must be >= 0.')
+    if not 0 <= self.perturbation < math.inf:
+      raise InputError(f'perturbation={self.perturbation} must be >= 0 and finite; 0 = no noise.')
+    if not 0 < self.perturbation_rate < math.inf:
+      raise InputError(f'perturbation_rate={self.perturbation_rate} must be > 0 and finite.')
     if not 0 <= self.seed < 2**32 - 1:  # the order of the data has the next one
       raise InputError(f'seed={self.seed} must lie in 0..{2**32 - 2}.')
     if self.response_length is not None and self.response_length < 1:

@@ -27,10 +27,9 @@ from trm_jax.rollouts import sampling, scoring, stores
 from trm_jax.rollouts.sampling import Request
 from trm_jax.rollouts.stores import Record
 from trm_jax.tasks.task import Task
-from trm_jax.training import update
+from trm_jax.training import perturbation, update
 from trm_jax.training.config import (
   Config,
-  WarmStart,
 )
 from trm_jax.training.judgement import Heads
 from trm_jax.training.update import Arm, Batch, TrainState
@@ -152,6 +151,9 @@ def check(config: Config, task: Task, methods: tuple[MethodWords, ...]) -> None:
 
 def draw_up(config: Config, task: Task, methods: tuple[MethodWords, ...]) -> Blueprint:
   """The blueprint of a setting that was checked."""
+  optimizer = config.optimizer.make()
+  if config.perturbation:
+    optimizer = perturbation.optimizer(optimizer, config.perturbation_rate)
   return Blueprint(
     config=config,
     task=task,
@@ -181,16 +183,9 @@ def draw_up(config: Config, task: Task, methods: tuple[MethodWords, ...]) -> Blu
       shares=tuple(count for _, count in config.fleet.shares(config.samples)),
       support=config.replay_support,
     ),
-    optimizer=config.optimizer.make(),
-    warm_optimizer=warm_optimizer(config.warm_start),
+    optimizer=optimizer,
+    warm_optimizer=config.warm_start.make(),
   )
-
-
-def warm_optimizer(warm_start: WarmStart) -> optax.GradientTransformation:
-  """Adam of the supervised warm start, its rate decaying linearly to 0."""
-  steps = max(warm_start.steps, 1)
-  rate = optax.schedules.linear_schedule(warm_start.learning_rate, 0.0, steps)
-  return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
 
 
 def trainer_hooks(config: Config, rollout: Rollout) -> policy.Hooks:
@@ -208,8 +203,9 @@ def start(
   blueprint: Blueprint, params: policy.Params, key: Key[Array, ''], method: Int[Array, ''] | int = 0
 ) -> TrainState:
   """State before the first RL step of the arm with this method."""
-  copied = lambda: jax.tree.map(jnp.copy, params)  # steps donate their state, never the caller's
   config = blueprint.config
+  params = perturbation.added(params, config.policy.layers, config.perturbation)
+  copied = lambda: jax.tree.map(jnp.copy, params)  # steps donate their state, never the caller's
   return TrainState(
     step=jnp.int32(0),
     params=copied(),
@@ -238,6 +234,8 @@ def step(
     scalars['impossible_routes'] = routing.impossible_routes(
       routes, fed, experts=config.policy.experts
     )
+  if config.perturbation:
+    scalars['perturbation'] = jnp.abs(state.params[perturbation.SIGMA]).mean()
   follows = jnp.array([m.follow is not None for m in settings.methods])
   scalars['limit'] = jnp.where(follows[arm.method], state.limit, limits[arm.method])
   if config.retrospective:

@@ -23,7 +23,7 @@ from trm_jax.measurements import metrics
 from trm_jax.mesh import sharding
 from trm_jax.policy.attention import Attention
 from trm_jax.rollouts import scoring
-from trm_jax.training import judgement
+from trm_jax.training import judgement, perturbation
 from trm_jax.training.judgement import Batch
 from trm_jax.types import Mean, Rollout
 
@@ -165,9 +165,19 @@ def gradients(
 
   def terms(params, micro, micro_key):
     micro = dataclasses.replace(micro, heads=batch.heads)
-    hooks = settings.hooks(micro.rollout)
+    hooks, noise_keys = settings.hooks(micro.rollout), None
+    if perturbation.SIGMA in params:
+      noise_keys = perturbation.keys(
+        jax.random.fold_in(micro_key, 2), micro.rollout, settings.samples
+      )
+      hooks = perturbation.perturbed(hooks, params)
     hidden, aux = scoring.score(
-      params, settings.policy, micro.rollout, attention=settings.attention, hooks=hooks
+      params,
+      settings.policy,
+      micro.rollout,
+      noise_keys=noise_keys,
+      attention=settings.attention,
+      hooks=hooks,
     )
     with jax.named_scope('statistics'):
       means, *rows = over_mesh(hidden, policy.head(params), micro, limit, micro_key, chosen)
