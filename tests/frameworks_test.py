@@ -110,6 +110,8 @@ class Theirs:
       return -value.sum() / max((at & keep[:, None]).sum(), 1)
     if self.mean == 'rows of means':
       return -(value.sum(-1) / lengths).sum() / at.any(-1).sum()
+    if self.mean == 'rows':
+      return -value.sum() / at.any(-1).sum()
     raise KeyError(self.mean)
 
 
@@ -332,7 +334,16 @@ TUNIX = {
     Theirs(clip=(0.2, 0.28)),
   ),
 }
+PAPERS = {
+  'GRPO': (objectives.METHODS['grpo'].make(), by_rows_(against='rollout', ddof=0)),
+  'PPO': (objectives.METHODS['ppo_clip'].make(), Theirs(against='rollout', ddof=0, mean='rows')),
+  'clip-higher (DAPO)': (
+    objectives.METHODS['clip_higher'].make(),
+    Theirs(against='rollout', ddof=0, clip=(0.2, 0.28)),
+  ),
+}
 FRAMEWORKS = dict(
+  papers=PAPERS,
   verl=VERL, trl=TRL, slime=SLIME, nemo_rl=NEMO_RL, skyrl=SKYRL, prime_rl=PRIME_RL,
   openrlhf=OPENRLHF, areal=AREAL, tunix=TUNIX,
 )  # fmt: skip

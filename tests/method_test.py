@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import train_policy
 from trm_jax import masks, objectives
 from trm_jax.masks import controls
+from trm_jax.training import command
 from trm_jax.training.words import MethodWords
 from trm_jax.types import Divergences, InputError
 
@@ -415,6 +417,15 @@ def test_a_method_from_outside_is_one_function_and_one_row():
   want = np.where(kept[:, None] & s.valid, s.logp * advantages[:, None], 0).sum()
   np.testing.assert_allclose(mean.total, want, rtol=1e-5)
   np.testing.assert_array_equal(kept, masks.max_kl(0.25)(s.divergences, s.valid))
+
+
+def test_a_method_is_one_word_of_the_command_line(monkeypatch):
+  found = []
+  for word in ('cppo', 'method_test:REINFORCE'):
+    monkeypatch.setattr('sys.argv', ['train_policy', '--directory', 'nowhere', '--method', word])
+    command.run(train_policy.TrainPolicy, lambda args: found.append(args.config.method))
+  assert [words.name for words in found] == ['cppo', 'method_test:REINFORCE']
+  assert found[0].make() == objectives.METHODS['cppo'].make()
 
 
 OUTSIDE = '''

@@ -147,6 +147,13 @@ SURROGATES: dict[str, Named] = {
     'prefix',
     'arXiv 2606.10968',
   ),
+  'grpo': Named(
+    lambda: Method(surrogate=parts.clip, reduce_tokens='mean'),
+    'min(r A, clip(r) A), A = (R - mean) / deviation',
+    'token',
+    'arXiv 2402.03300, without its KL term',
+    'mean over the tokens of a row, then over rows',
+  ),
   'rloo': Named(
     lambda: Method(advantage=advantages.leave_one_out),
     'r (R - mean of the others)',

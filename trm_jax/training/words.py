@@ -82,7 +82,7 @@ class MethodWords(_CriterionWords):
 
   # A method of the catalogue (`trm_jax.methods()` prints it) or module:NAME of your own; limits and
   # the switches below are added to it.
-  name: str | None = None
+  name: Annotated[str | None, tyro.conf.arg(aliases=('--method',))] = None
   # Criteria that are not in the table, as module:function=LIMIT.
   criteria: tuple[str, ...] = ()
   # Objective per token: ratio (unclipped), clip (PPO), or decoupled (clip on drift x engine ratio).
