@@ -76,7 +76,9 @@ def test_collectives_of_a_train_step(name):
   assert 0 < a_token <= 40
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize(
+  'name', ['dense', *(pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS if n != 'dense')]
+)
 def test_products_are_those_of_the_hand_count(name):
   made, _ = program(name)
   with jax.set_mesh(sharding.make_mesh(*MESH)):

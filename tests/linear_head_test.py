@@ -116,7 +116,7 @@ def test_rows_and_vocabulary_need_not_fit_the_blocks(monkeypatch):
   'value',
   [pytest.param(np.nan, marks=pytest.mark.slow), 0.0, pytest.param(np.inf, marks=pytest.mark.slow)],
 )
-@BOTH
+@pytest.mark.parametrize('rollout', [pytest.param('logits', marks=pytest.mark.slow), 'hidden'])
 def test_padding_of_a_vocabulary_has_no_mass(form, rollout, value):
   c = case(3)
   tokens = c.tokens.at[0].set(V).at[1].set(-100)

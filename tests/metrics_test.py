@@ -144,6 +144,7 @@ def test_rows_without_tokens_do_not_exist():
         np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_segments_of_a_trajectory_have_one_weight():
   scored, _, a = case()
   ids = jnp.arange(B) // 2 * 100

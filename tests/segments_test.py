@@ -173,7 +173,7 @@ def whole():
 
 
 # What each part of a method does with segments, in `make test`; every method in `make test-all`.
-QUICK = 'ppo_clip gspo cppo normalized_tis trm_prefix control accepted'.split()
+QUICK = 'ppo_clip cppo normalized_tis trm_prefix control accepted'.split()
 
 
 @pytest.mark.parametrize(
