@@ -76,6 +76,14 @@ def _described(config: training.Config, folder: pathlib.Path) -> training.Config
       f'weights={folder} has a vocabulary of {size}, task={config.task} one of {task.vocab_size};'
       ' use a task of its tokenizer (trm_jax/tasks/reasoning.py).'
     )
+  served = config_json.positions(folder / 'config.json')
+  length = task.prompt_length + (config.response_length or task.response_length)
+  if served is not None and length > served:
+    raise InputError(
+      f'weights={folder} serve {served} positions (max_position_embeddings), but prompts of'
+      f' {task.prompt_length} and responses of {length - task.prompt_length} tokens need {length}:'
+      ' lower response_length, or take weights of a longer context.'
+    )
   off = dataclasses.replace(config.warm_start, steps=0)
   return dataclasses.replace(config, policy=dataclasses.replace(found, **how), warm_start=off)
 

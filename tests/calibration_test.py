@@ -121,6 +121,8 @@ def test_both_parts_of_the_tail_by_hand():
   np.testing.assert_allclose(found.limit(jnp.float32(0.02)), 80 * 10**slope, rtol=1e-5)
   np.testing.assert_allclose(found.exceedance(jnp.float32(80 * 10**slope)), 0.02, rtol=1e-4)
   assert found.exceedance(jnp.float32(0)) == 1 and found.exceedance(jnp.float32(jnp.inf)) == 0
+  ties = calibration.tail(jnp.ones((10, 10)), jnp.ones((10, 10), bool))
+  assert found.limit(jnp.float32(0)) == ties.limit(jnp.float32(0)) == jnp.inf
 
 
 @pytest.mark.slow

@@ -160,13 +160,20 @@ def test_a_figure_of_a_run_shows_what_is_known_of_the_kl(monkeypatch, tmp_path, 
 def test_weights_bring_the_architecture_and_not_how_it_is_computed(monkeypatch):
   folder = ROOT / 'tests' / 'golden' / 'qwen3_moe'
   found, size = config_json.read(folder / 'config.json')
-  monkeypatch.setattr(tasks, 'load', lambda name: types.SimpleNamespace(vocab_size=size))
+  task = types.SimpleNamespace(vocab_size=size, prompt_length=8, response_length=8)
+  monkeypatch.setattr(tasks, 'load', lambda name: task)
   given = lambda **how: training.Config(policy=dataclasses.replace(policy.PolicyConfig(), **how))
   how = dict(dtype='bfloat16', remat=True, expert_compute='ragged')
   made = train_policy._described(given(**how), folder)
   assert made.policy == dataclasses.replace(found, **how) and made.warm_start.steps == 0
   with pytest.raises(InputError, match='leave out --policy'):
     train_policy._described(given(width=96), folder)
+  served = config_json.positions(folder / 'config.json')
+  task.response_length = served - 8
+  assert train_policy._described(given(), folder).policy.layers == found.layers
+  task.response_length = served - 7
+  with pytest.raises(InputError, match=f'serve {served} positions.*need {served + 1}: lower'):
+    train_policy._described(given(), folder)
 
 
 def fake_metrics(seeds=(0, 1, 2), steps=9):

@@ -159,6 +159,8 @@ NORM = 'model.norm.weight'
       ['q_proj', '[16, 32]', '[32, 16]'],
     ),
     (lambda t: t.update({'lm_head.weight': np.ones((40, 16), 'f4')}), ['lm_head', 'tie_word']),
+    (lambda t: t.update({NORM: np.full(16, np.nan, 'f4')}), [NORM, 'NaN', 'fetch']),
+    (lambda t: t[NORM].__setitem__(3, np.inf), [NORM, 'infinity', 'fetch']),
   ],
 )
 def test_other_tensors_are_refused(change, words, copy):

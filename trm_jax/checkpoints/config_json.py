@@ -157,6 +157,13 @@ def _rope(settings):
     raise InputError(f'{settings.path} has an unusable {key}: {error}') from error
 
 
+def positions(path: pathlib.Path) -> int | None:
+  """Positions that the checkpoint promises to serve (`max_position_embeddings`); None: not said."""
+  settings = _Settings(path, read_json(path))
+  name = 'max_position_embeddings'
+  return settings.number(name) if settings.values.get(name) is not None else None
+
+
 def describe(
   config: PolicyConfig, vocab_size: int, *, dtype: str = 'float32', context: int | None = None
 ) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def load(
   Stored are float32, bfloat16 or float16; every float32 parameter is exactly the stored number. A
   tied head that is stored as well must equal the embedding. `follow_links` allows files that are
   links out of the folder. Raises InputError, naming file, tensor, value and remedy, for missing,
-  unexpected or misshapen tensors, other dtypes, damaged files and architectures that this policy
-  does not have.
+  unexpected or misshapen tensors, numbers that are not finite, other dtypes, damaged files and
+  architectures that this policy does not have.
   """
   folder = pathlib.Path(folder).absolute()
   config, vocab_size = config_json.read(folder / 'config.json')
@@ -159,6 +159,11 @@ def _array(files, place, like):
     for at in np.ndindex(*out.shape[: len(lead)]):
       name = place.name.format(*(r[i] for r, i in zip(ranges, at, strict=False)))
       found = files.read(name, rest[::-1] if place.transposed else rest)
+      if not np.isfinite(found).all():
+        raise InputError(
+          f'{files.file_of[name]} holds NaN or an infinity in {name}; fetch the checkpoint again,'
+          ' or take one from before its training diverged.'
+        )
       out[at] = found.T if place.transposed else found
     return out
 

@@ -91,7 +91,8 @@ class Tail:
     expected = self.count.astype(p.dtype) * p
     at = jnp.clip(expected.astype(jnp.int32), 0, jnp.maximum(self.count - 1, 0))
     u, slope = self._power()
-    beyond = u * jnp.power(FEWEST / expected, slope)
+    # Nothing is exceeded with probability 0, also where ties leave no slope.
+    beyond = jnp.where(expected > 0, u * jnp.power(FEWEST / expected, slope), jnp.inf)
     return jnp.where(expected >= FEWEST, self.values[at], jnp.maximum(beyond, 0))
 
   def exceedance(self, x: Float[Array, '*s']) -> Float[Array, '*s']:
