@@ -182,6 +182,14 @@ def test_alarms_about_the_reports():
   garbage = right.at[0].set(9.0)  # what a missing report was filled with says nothing of the others
   assert told(garbage, lost)[0] == 0
   np.testing.assert_allclose(told(garbage)[0], 1 / B, rtol=1e-6)
+  assert 'report/contradicted' not in summarise(scored, keep, lost)
+  for reports, least, most in (
+    (right, 0, 0),
+    (right + 0.09, 0, 0),
+    (jnp.roll(right, 1, 1), 0.5, 1),
+  ):
+    stored = dataclasses.replace(scored, rollout_logp=reports, stored_logp=right)
+    assert least <= summarise(stored, keep, lost)['report/contradicted'] <= most
   np.testing.assert_allclose(told(right.at[2, 0].set(-jnp.inf))[0], 1 / (B * T), rtol=1e-6)
 
 

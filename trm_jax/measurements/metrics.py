@@ -9,11 +9,13 @@ averaged. Rows without valid tokens do not exist: they are in no share, mean or 
 gradient there; `log_ratio/largest` is the largest |log-ratio| of kept tokens before the cut, inf if
 one is infinite.
 
-Three are alarms about what the engine reports, of all rows and all reports that are there.
+Four are alarms about what the engine reports, of all rows and all reports that are there.
 `report/impossible` is the share of log-probs above 0 or of -inf: such rows are dropped, and a sign
 or a shape is wrong. `report/ratio_mean` is the mean of policy / rollout over the tokens: its
 expectation is 1 for every policy where the reports are right. `report/correlation` of the two
 probabilities is near 1 unless reports belong to other tokens, or to another temperature.
+`report/contradicted` is the share of tokens whose reported log-prob is more than .1 nats away from
+that of the stored scores: another temperature, other filters, or a report that is shifted.
 
 `acceptance` is the share of rows that are kept whole, `acceptance/tokens` of valid tokens that are
 kept, and `acceptance/position_q1` to `_q4` the same by quarters of each row, first to last.
@@ -34,6 +36,9 @@ from trm_jax.mismatch import routing
 from trm_jax.objectives import weights
 from trm_jax.objectives.scored import Scored
 from trm_jax.types import Rollout
+
+# Rounding of log-probs to bfloat16 stays below; an engine's own scores are what it reports from.
+CONTRADICTION = 0.1
 
 
 def _mean(x, where):
@@ -79,7 +84,11 @@ def _reports(scored: Scored, there: Bool[Array, 'B T']) -> dict[str, Float[Array
   impossible = there & ((reported > weights.ROUNDING) | (reported == -jnp.inf))
   log_ratio = logp - reported
   known = there & ~impossible & ~jnp.isnan(log_ratio)
-  return {
+  found = {}
+  if scored.stored_logp is not None:
+    gap = jnp.abs(ratios.raised(scored.stored_logp) - reported)
+    found['report/contradicted'] = _mean(~(gap <= CONTRADICTION), there)
+  return found | {
     'report/impossible': _mean(impossible, there),
     'report/ratio_mean': _mean(ratios.ratio(log_ratio, known), known),
     'report/correlation': batch.correlation(logp, log_ratio, known),

@@ -56,6 +56,8 @@ class Scored:
     trajectory: id of the trajectory that each row is a segment of, see `segments`; None where
       every row is one.
     key: of this evaluation, the same on all devices, for parts that draw; set by `loss.objective`.
+    stored_logp: rollout's log-prob of each token by what was stored beside the report; only the
+      alarm about reports looks at it. None where nothing was.
     axis_name: mesh axis whose devices hold the other rows of the batch, for parts that look at
       all of it; set by `loss.objective`.
   """
@@ -73,6 +75,7 @@ class Scored:
   groups: Int[Array, 'B'] | None = None
   trajectory: Int[Array, 'B'] | None = None
   key: Key[Array, ''] | None = None
+  stored_logp: Float[Array, 'B T'] | None = None
   axis_name: str | tuple[str, ...] | None = dataclasses.field(
     default=None, metadata=dict(static=True)
   )

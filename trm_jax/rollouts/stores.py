@@ -133,11 +133,14 @@ class Compared(NamedTuple):
     logp: the policy's log-prob of each token; carries the gradient.
     divergences: what criteria read, detached: exact, upper bounds (top-K), or without KL and TV.
     lower: the same with lower bounds, for a top-K record alone.
+    stored_logp: the rollout's log-prob of each token as what was stored has it, detached; None
+      where the engine's report is all there is.
   """
 
   logp: Float[Array, 'B T']
   divergences: Divergences
   lower: Divergences | None = None
+  stored_logp: Float[Array, 'B T'] | None = None
 
 
 def compare(
@@ -164,6 +167,11 @@ def compare(
   of = lambda logp, entropy, kl=None, tv=None: jax.lax.stop_gradient(
     Divergences(kl, tv, logp - rollout.logp, entropy)
   )
+  exact = lambda found: Compared(
+    found.policy_logp,
+    found.divergences(rollout.logp),
+    stored_logp=jax.lax.stop_gradient(found.rollout_logp),
+  )
   if support:
     if rollout.logits is None:
       raise InputError(
@@ -171,12 +179,12 @@ def compare(
       )
     scores = replay_support(linear_head.project(hidden, head), rollout.logits)
     found = divergences.statistics(scores, rollout.logits, rollout.tokens, full=full, **shared)
-    return Compared(found.policy_logp, found.divergences(rollout.logp))
+    return exact(found)
   if rollout.logits is not None:
     found = linear_head.statistics(
       hidden, head, rollout.tokens, rollout_logits=rollout.logits, full=full, **shared
     )
-    return Compared(found.policy_logp, found.divergences(rollout.logp))
+    return exact(found)
   if rollout.hidden is not None:
     if not heads or len(heads) != len(shares):
       raise InputError(
@@ -191,7 +199,7 @@ def compare(
       for (mine, tokens, other), its in zip(rows, heads, strict=True)
     ]
     found = side_by_side(parts, hidden.shape[0] // sum(shares))
-    return Compared(found.policy_logp, found.divergences(rollout.logp))
+    return exact(found)
   if rollout.top is not None:
     kl, tv, logp, entropy = linear_head.brackets(
       hidden, head, rollout.tokens, rollout.top, **shared

@@ -131,6 +131,7 @@ def judge(
       valid=rollout.valid,
       reward=rollout.reward,
       engine=rollout.engine,
+      stored_logp=compared.stored_logp,
     )
     if lower is not None:
       scored = objectives.bounded(method, scored, lower, limit=limit)
