@@ -42,7 +42,7 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
 @pytest.fixture
 def path(tmp_path):
   path = tmp_path / 'config.json'
-  path.write_text(json.dumps({'config': {'a': {'b': 1}}} | provenance.found()))
+  path.write_text(json.dumps({'config': {'a': {'b': 1}}} | provenance.everything()))
   return path
 
 

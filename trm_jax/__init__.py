@@ -148,11 +148,11 @@ def _find(name: str) -> Any:
     remedy = f'did you mean {" or ".join(near)}?' if near else 'dir(trm_jax) lists what there is.'
     raise AttributeError(f'trm_jax has no {name!r}: {remedy}')
   try:
-    found = importlib.import_module(f'trm_jax.{module}')
+    target = importlib.import_module(f'trm_jax.{module}')
   except ModuleNotFoundError as error:
     raise _without(error, f'trm_jax.{name}') from error
-  globals()[name] = found = getattr(found, inside) if inside else found
-  return found
+  globals()[name] = target = getattr(target, inside) if inside else target
+  return target
 
 
 def _without(error: ModuleNotFoundError, name: str) -> ModuleNotFoundError:

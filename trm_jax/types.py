@@ -260,5 +260,5 @@ class Statistics:
     """
     reported = self.rollout_logp if rollout_logp is None else rollout_logp
     log_ratio = self.policy_logp - reported
-    found = Divergences(self.kl, self.tv, log_ratio, self.entropy, self.chi2, self.square)
-    return jax.lax.stop_gradient(found)
+    values = Divergences(self.kl, self.tv, log_ratio, self.entropy, self.chi2, self.square)
+    return jax.lax.stop_gradient(values)

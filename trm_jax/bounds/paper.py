@@ -288,9 +288,9 @@ def b_star(
   return smallest(printed(T, epsilon, delta, d_bar, seq_kl, seq_tv), SIX)
 
 
-def smallest(found, names) -> Array:
+def smallest(by_name, names) -> Array:
   """The smallest of the named bounds; NaN where one is."""
-  return functools.reduce(least, [found[name] for name in names])
+  return functools.reduce(least, [by_name[name] for name in names])
 
 
 def printed(T, epsilon, delta, d_bar, seq_kl, seq_tv) -> dict[str, Array]:

@@ -166,8 +166,8 @@ def b_star_tight(
   >>> f'{trm.b_star_tight(**settings, d_bar=d_bar, seq_kl=.0064, seq_tv=.06):.3f}'
   '0.033'
   """
-  found = _sharp(T, epsilon, delta, d_bar, seq_kl, seq_tv, budget)
-  return paper.smallest(found, found) * paper.width(low, high)
+  by_name = _sharp(T, epsilon, delta, d_bar, seq_kl, seq_tv, budget)
+  return paper.smallest(by_name, by_name) * paper.width(low, high)
 
 
 def _sharp(T, epsilon, delta, d_bar, seq_kl, seq_tv, budget):
@@ -176,15 +176,15 @@ def _sharp(T, epsilon, delta, d_bar, seq_kl, seq_tv, budget):
   d_bar = paper.least(paper.real('d_bar', d_bar, paper.horizon(T)), limit)
   seq_kl = paper.least(paper.real('seq_kl', seq_kl), T * paper.real('delta', delta))
   seq_tv = paper.least(paper.real('seq_tv', seq_tv), paper.sequence_tv(d_bar=d_bar, seq_kl=seq_kl))
-  found = {}
+  by_name = {}
   if budget is not None:
     # E (prod_t ratio_t)^2 <= e^X and TV <= chi / 2, which is 1 at X = log 5.
     square = jnp.expm1(paper.least(paper.real('budget', budget), math.log(5)))
     seq_tv = paper.least(seq_tv, paper.root(square) / 2)
-    found = dict(budget=budget_l2(budget))
+    by_name = dict(budget=budget_l2(budget))
   known = dict(T=T, epsilon=limit, delta=delta, d_bar=d_bar, seq_kl=seq_kl, seq_tv=seq_tv)
   each = jnp.full_like(d_bar, 1)
-  return found | dict(
+  return by_name | dict(
     trivial=trivial(d_bar=d_bar, seq_tv=seq_tv),
     marginal=paper.to_range(marginal(**known), low=0.0, high=1.0),
     product=paper.to_range(

@@ -179,9 +179,9 @@ def conclude(
   terms = {name: jnp.where(missing, 0, rows) for name, rows in terms.items()}
   terms['missing'] = jnp.where(missing, floor, jnp.zeros_like(best))
   x = each(sum(terms.values()))
-  found = {name: mean(each(rows)) * width for name, rows in terms.items()}
+  means = {name: mean(each(rows)) * width for name, rows in terms.items()}
   if less is not None:
-    found['less'] = -less * jnp.asarray(width, x.dtype)
+    means['less'] = -less * jnp.asarray(width, x.dtype)
   less = 0.0 if less is None else less
   lower = bound(x, floor)
   return Certificate(
@@ -194,7 +194,7 @@ def conclude(
     # What is certified was possible, whatever the last digit of the other bound.
     possible=jnp.maximum(bound(each(jnp.where(missing, floor, best)), floor), lower) > less,
     void=bound(each(excess), -1.0) > 0,
-    terms=found,
+    terms=means,
   )
 
 
@@ -317,8 +317,8 @@ def over_steps(
   """
   width = bounds.width(low, high)
   total, squares = prompts * estimate.sum() / width, prompts * square.sum() / width**2
-  found = confidence.cumulative(total, squares, alpha=alpha, bet=bet)
-  return found * width / (prompts * estimate.size)
+  bound = confidence.cumulative(total, squares, alpha=alpha, bet=bet)
+  return bound * width / (prompts * estimate.size)
 
 
 def monitor(
@@ -354,7 +354,7 @@ def monitor(
   mean = lambda x: jnp.where(known, x, 0).sum() / count
   r, excess = r - mean(r), excess - mean(excess)
   spread = jnp.sqrt(mean(r**2) * mean(excess**2))
-  found = {
+  scalars = {
     'estimate': up.estimate,
     'square': up.square,
     'lower': up.lower,
@@ -365,4 +365,4 @@ def monitor(
     'void': up.void.astype(excess.dtype),
   }
   folder = 'retrospective' if backwards else 'certificate'
-  return {f'{folder}/{name}': x for name, x in found.items()}
+  return {f'{folder}/{name}': x for name, x in scalars.items()}

@@ -47,7 +47,7 @@ def _surrogate(patched, reward, penalty, inside, **settings) -> Certificate:
     rejected=jnp.where(inside, 0, -r),
     penalty=-penalty.rows,
   )
-  found = conclude(
+  certificate = conclude(
     terms,
     jnp.where(inside, jnp.maximum(patched.first, 0), 0) - penalty.rows,
     patched.missing | jnp.isnan(r),
@@ -58,7 +58,7 @@ def _surrogate(patched, reward, penalty, inside, **settings) -> Certificate:
     **settings,
   )
   # Rows may fall below -1, which `over_steps` excludes.
-  return dataclasses.replace(found, square=jnp.full_like(found.square, jnp.nan))
+  return dataclasses.replace(certificate, square=jnp.full_like(certificate.square, jnp.nan))
 
 
 def first_order(
@@ -132,9 +132,10 @@ def prefix(
   settings = dict(samples=samples, alpha=alpha / 2, low=low, high=high, drop=drop)
   everywhere = jnp.ones_like(patched.kept)
   less = leaving(patched, samples=samples, alpha=alpha / 2)
-  found = _surrogate(patched, reward, penalty, everywhere, less=less, **settings)
-  none = jnp.full_like(found.log_evalue, jnp.nan)  # no e-value speaks of the two halves together
-  return dataclasses.replace(found, alpha=2 * found.alpha, log_evalue=none)
+  certificate = _surrogate(patched, reward, penalty, everywhere, less=less, **settings)
+  # No e-value speaks of the two halves together.
+  none = jnp.full_like(certificate.log_evalue, jnp.nan)
+  return dataclasses.replace(certificate, alpha=2 * certificate.alpha, log_evalue=none)
 
 
 def _later(x: Float[Array, 'B T']) -> Float[Array, 'B T']:
@@ -154,8 +155,8 @@ def _l2(patched, r, second, samples) -> Float[Array, '']:
     known = count > 1
     variance = jnp.where(known, within, 0).sum() / known.sum().astype(second.dtype)
     sd = jnp.fmin(sd, jnp.sqrt(variance))  # NaN: a missing reward, or no prompt with two rows
-  found = sharp.l2(jnp.where(jnp.isinf(second), 0, second)) * 2 * sd
-  return jnp.where(jnp.isinf(second), jnp.inf, found)
+  bound = sharp.l2(jnp.where(jnp.isinf(second), 0, second)) * 2 * sd
+  return jnp.where(jnp.isinf(second), jnp.inf, bound)
 
 
 def error_bounds(
@@ -202,11 +203,11 @@ def error_bounds(
     T=patched.horizon, epsilon=limits.epsilon, delta=limits.max_kl, d_bar=d_bar, seq_kl=seq_kl
   )
   seq_tv = bounds.sequence_tv(d_bar=d_bar, seq_kl=seq_kl)
-  found = dict(b_star=bounds.b_star(**known, seq_tv=seq_tv) / 2)
-  found |= {name: value.sum() for name, value in positions.items()}
-  found['smallest'] = functools.reduce(jnp.minimum, positions.values()).sum()
+  by_name = dict(b_star=bounds.b_star(**known, seq_tv=seq_tv) / 2)
+  by_name |= {name: value.sum() for name, value in positions.items()}
+  by_name['smallest'] = functools.reduce(jnp.minimum, positions.values()).sum()
   if patched.second is not None:
-    found['l2'] = _l2(patched, r, mean(patched.second), samples)
+    by_name['l2'] = _l2(patched, r, mean(patched.second), samples)
   if limits.budget < math.inf:
-    found['l2_budget'] = sharp.budget_l2(limits.budget)
-  return {name: value * width for name, value in found.items()}
+    by_name['l2_budget'] = sharp.budget_l2(limits.budget)
+  return {name: value * width for name, value in by_name.items()}

@@ -35,16 +35,16 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     raise ValueError(f'{constant} is no JSON')
 
   try:
-    found = json.loads(path.read_text('utf-8'), parse_constant=refuse)
+    content = json.loads(path.read_text('utf-8'), parse_constant=refuse)
   except OSError as error:
     raise InputError(
       f'{path} cannot be read ({error.strerror or error}); name the folder of a checkpoint.'
     ) from error
   except (ValueError, RecursionError) as error:
     raise InputError(f'{path} is not valid JSON; fetch the file again.') from error
-  if not isinstance(found, dict):
+  if not isinstance(content, dict):
     raise InputError(f'{path} holds no JSON object; fetch the file again.')
-  return found
+  return content
 
 
 class _Settings:
@@ -126,30 +126,30 @@ def read(path: pathlib.Path) -> tuple[PolicyConfig, int]:
 def _rope(settings):
   """(base, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
   key = 'rope_scaling' if settings.values.get('rope_parameters') is None else 'rope_parameters'
-  found = settings.values.get(key) or {}
-  if not isinstance(found, dict):
+  given = settings.values.get(key) or {}
+  if not isinstance(given, dict):
     settings.refuse(key, 'it must be an object or null')
-  found = {k: v for k, v in found.items() if v is not None}
-  rope = _Settings(settings.path, {'rope_theta': settings.values.get('rope_theta')} | found)
+  given = {k: v for k, v in given.items() if v is not None}
+  rope = _Settings(settings.path, {'rope_theta': settings.values.get('rope_theta')} | given)
   base = rope.number('rope_theta', kind=float)
-  kind = found.get('rope_type', found.get('type', 'default'))
+  kind = given.get('rope_type', given.get('type', 'default'))
   if not isinstance(kind, str) or kind not in _ROPE:
     settings.refuse(key, f'its type must be one of {", ".join(_ROPE)}')
   if kind == 'default':
-    found.pop('factor', None)
-  extra = set(found) - {'rope_theta', 'rope_type', 'type'} - _ROPE[kind]
-  if extra - {'partial_rotary_factor'} or found.get('partial_rotary_factor', 1) != 1:
+    given.pop('factor', None)
+  extra = set(given) - {'rope_theta', 'rope_type', 'type'} - _ROPE[kind]
+  if extra - {'partial_rotary_factor'} or given.get('partial_rotary_factor', 1) != 1:
     settings.refuse(key, f'{min(extra)} is not supported with type {kind}')
   if kind == 'default':
     return base, rotary.Scaling()
   scaling = {'kind': kind, 'factor': rope.number('factor', kind=float)}
   if kind == 'yarn':
     trained = 'original_max_position_embeddings'
-    source = rope if trained in found else settings
+    source = rope if trained in given else settings
     scaling['context'] = source.number(trained, 'max_position_embeddings')
     scaling['beta_fast'] = rope.number('beta_fast', kind=float, default=32.0)
     scaling['beta_slow'] = rope.number('beta_slow', kind=float, default=1.0)
-    if 'attention_factor' in found:
+    if 'attention_factor' in given:
       scaling['magnitude'] = rope.number('attention_factor', kind=float)
   try:
     return base, rotary.Scaling(**scaling)
@@ -176,7 +176,7 @@ def describe(
     scaling = config.rope_scaling
     context = round(scaling.factor * scaling.context) if scaling.kind == 'yarn' else 40_960
   kind = 'qwen3_moe' if config.experts else 'qwen3'
-  found = {
+  described = {
     'architectures': [ARCHITECTURES[kind]],
     'model_type': kind,
     'vocab_size': vocab_size,
@@ -198,7 +198,7 @@ def describe(
     'torch_dtype': dtype,
   }
   if config.experts:
-    found |= {
+    described |= {
       'num_experts': config.experts,
       'num_experts_per_tok': config.experts_per_token,
       'moe_intermediate_size': config.mlp_width,
@@ -206,19 +206,19 @@ def describe(
       'decoder_sparse_step': 1,
       'mlp_only_layers': [],
     }
-  return found
+  return described
 
 
 def _scaling(scaling):
   if scaling.kind == 'none':
     return None
-  found = {'rope_type': scaling.kind, 'factor': scaling.factor}
+  described = {'rope_type': scaling.kind, 'factor': scaling.factor}
   if scaling.kind == 'yarn':
-    found |= {
+    described |= {
       'original_max_position_embeddings': scaling.context,
       'beta_fast': scaling.beta_fast,
       'beta_slow': scaling.beta_slow,
     }
     if scaling.magnitude is not None:
-      found['attention_factor'] = scaling.magnitude
-  return found
+      described['attention_factor'] = scaling.magnitude
+  return described

@@ -48,24 +48,24 @@ _EXPERT = 'model.layers.{}.mlp.experts.{}.'
 
 def _places(config: policy.PolicyConfig) -> dict[tuple[str, ...], _Place]:
   """Path of a parameter -> its place, in the order in which a checkpoint lists them."""
-  found = {('embed',): _Place('model.embed_tokens.weight')}
+  places = {('embed',): _Place('model.embed_tokens.weight')}
   for name in 'qkvo':
-    found['layers', 'attention', name, 'kernel'] = _Place(f'{_ATTENTION}{name}_proj.weight', True)
+    places['layers', 'attention', name, 'kernel'] = _Place(f'{_ATTENTION}{name}_proj.weight', True)
   for name in 'qk':
-    found['layers', 'attention', f'{name}_scale'] = _Place(f'{_ATTENTION}{name}_norm.weight')
+    places['layers', 'attention', f'{name}_scale'] = _Place(f'{_ATTENTION}{name}_norm.weight')
   for name in ('gate', 'up', 'down'):
     if config.experts:
-      found['layers', 'mlp', name] = _Place(f'{_EXPERT}{name}_proj.weight', True)
+      places['layers', 'mlp', name] = _Place(f'{_EXPERT}{name}_proj.weight', True)
     else:
-      found['layers', 'mlp', name, 'kernel'] = _Place(f'{_MLP}{name}_proj.weight', True)
+      places['layers', 'mlp', name, 'kernel'] = _Place(f'{_MLP}{name}_proj.weight', True)
   if config.experts:
-    found['layers', 'mlp', 'router', 'kernel'] = _Place(f'{_MLP}gate.weight', True)
-  found['layers', 'attention_scale'] = _Place('model.layers.{}.input_layernorm.weight')
-  found['layers', 'mlp_scale'] = _Place('model.layers.{}.post_attention_layernorm.weight')
-  found['scale',] = _Place('model.norm.weight')
+    places['layers', 'mlp', 'router', 'kernel'] = _Place(f'{_MLP}gate.weight', True)
+  places['layers', 'attention_scale'] = _Place('model.layers.{}.input_layernorm.weight')
+  places['layers', 'mlp_scale'] = _Place('model.layers.{}.post_attention_layernorm.weight')
+  places['scale',] = _Place('model.norm.weight')
   if not config.tied_head:
-    found['head',] = _Place(_TIED)
-  return found
+    places['head',] = _Place(_TIED)
+  return places
 
 
 def _lead(place, shape):
@@ -158,13 +158,13 @@ def _array(files, place, like):
     out = np.empty([len(r) for r in ranges], np.float32)
     for at in np.ndindex(*out.shape[: len(lead)]):
       name = place.name.format(*(r[i] for r, i in zip(ranges, at, strict=False)))
-      found = files.read(name, rest[::-1] if place.transposed else rest)
-      if not np.isfinite(found).all():
+      stored = files.read(name, rest[::-1] if place.transposed else rest)
+      if not np.isfinite(stored).all():
         raise InputError(
           f'{files.file_of[name]} holds NaN or an infinity in {name}; fetch the checkpoint again,'
           ' or take one from before its training diverged.'
         )
-      out[at] = found.T if place.transposed else found
+      out[at] = stored.T if place.transposed else stored
     return out
 
   sharding = like.sharding
@@ -232,8 +232,8 @@ class _Tensor(NamedTuple):
   transposed: bool
 
   def read(self, dtype):
-    found = _entry(self.leaf, self.index)
-    return np.ascontiguousarray((found.T if self.transposed else found).astype(dtype))
+    entry = _entry(self.leaf, self.index)
+    return np.ascontiguousarray((entry.T if self.transposed else entry).astype(dtype))
 
 
 def _entry(leaf, index):
@@ -259,7 +259,7 @@ def _tensors(params, config):
       'params has other names than this config makes; pass the config of policy.init or'
       ' weights.load.'
     )
-  found = []
+  tensors = []
   for path, place in _places(config).items():
     leaf, want = _at(params, path), _at(shapes, path).shape
     if leaf.shape != want:
@@ -275,8 +275,8 @@ def _tensors(params, config):
     shape = want[len(lead) :]
     shape = shape[::-1] if place.transposed else shape
     for index, name in place.names(lead):
-      found.append(_Tensor(name, shape, leaf, index, place.transposed))
-  return found
+      tensors.append(_Tensor(name, shape, leaf, index, place.transposed))
+  return tensors
 
 
 def _shards(tensors, item, limit):

@@ -78,10 +78,10 @@ class Files(contextlib.ExitStack):
         f'{self.folder} has no tensor {name}, which its config.json calls for; fetch the checkpoint'
         ' again.'
       )
-    found, dtype = self.tensors[name].get_shape(), self.tensors[name].get_dtype()
-    if tuple(found) != tuple(shape):
+    stored, dtype = self.tensors[name].get_shape(), self.tensors[name].get_dtype()
+    if tuple(stored) != tuple(shape):
       raise InputError(
-        f'{self.file_of[name]} holds {name} of shape {list(found)}, but config.json makes it'
+        f'{self.file_of[name]} holds {name} of shape {list(stored)}, but config.json makes it'
         f' {list(shape)}; fetch both again.'
       )
     if dtype not in _DTYPES:

@@ -1,8 +1,8 @@
 """The tokenizer of a published checkpoint: text to token ids and back, and the ids that end a text.
 
-    found = tokenizer.load('Qwen3-0.6B')         # the folder that trm_jax.checkpoints reads
-    ids = found.encode('1 + 1 =')
-    found.decode(ids)
+    words = tokenizer.load('Qwen3-0.6B')         # the folder that trm_jax.checkpoints reads
+    ids = words.encode('1 + 1 =')
+    words.decode(ids)
 
 Read are tokenizer.json and, where they are there, generation_config.json, tokenizer_config.json and
 config.json, in this order of trust. Nothing is unpickled, executed or fetched. Needs the extra
@@ -115,9 +115,9 @@ def _size(folder, config, backend):
 
 def _special(folder, settings, backend, size, name):
   """The id of a special token from the first file that names it; None where none does."""
-  for file, found in settings.items():
+  for file, content in settings.items():
     for key in (f'{name}_token_id', f'{name}_token'):
-      value = found.get(key)
+      value = content.get(key)
       if key.endswith('_id') and isinstance(value, list) and value:
         value = value[0]
       if isinstance(value, dict):
@@ -127,7 +127,7 @@ def _special(folder, settings, backend, size, name):
       known = backend.token_to_id(value) if isinstance(value, str) else value
       if isinstance(known, bool) or not isinstance(known, int) or not 0 <= known < size:
         raise InputError(
-          f'{folder / file} has {key}={json.dumps(found[key]):.80}, which is no id or token of'
+          f'{folder / file} has {key}={json.dumps(content[key]):.80}, which is no id or token of'
           f' {FILE}; fetch both again.'
         )
       return known

@@ -79,8 +79,8 @@ def jensen_shannon(
     mass = jnp.exp(log_p) + jnp.exp(log_q)
     return vocabulary.total(0.5 * mass * jnp.where(small, series, exact), axis_name)
 
-  found = _reduced(reduce, policy_logits, rollout_logits, static(temperature), **place)
-  return extremes.at_most(found, jnp.log(2.0).astype(found.dtype))
+  divergence = _reduced(reduce, policy_logits, rollout_logits, static(temperature), **place)
+  return extremes.at_most(divergence, jnp.log(2.0).astype(divergence.dtype))
 
 
 def renyi(

@@ -117,19 +117,19 @@ def statistics(
   logits = dict(policy_logits=policy_logits, rollout_logits=rollout_logits)
   check_logits(temperature, tokens, **place, **logits)
   rollout_logits = jax.lax.stop_gradient(rollout_logits)
-  found, seeds = _statistics(
+  values, seeds = _statistics(
     policy_logits, rollout_logits, tokens, static(temperature), full, vocab_size, axis_name
   )
-  return with_gradient(found, seeds, policy_logits, axis_name)
+  return with_gradient(values, seeds, policy_logits, axis_name)
 
 
-def with_gradient(found: Statistics, seeds, logits, axis_name) -> Statistics:
+def with_gradient(values: Statistics, seeds, logits, axis_name) -> Statistics:
   """The statistics with the gradients of log-prob and entropy flowing as `pair.shared` says."""
   logp, entropy = (
     pair.shared(value, seed, logits, axis_name)
-    for value, seed in zip((found.policy_logp, found.entropy), seeds, strict=True)
+    for value, seed in zip((values.policy_logp, values.entropy), seeds, strict=True)
   )
-  return dataclasses.replace(found, policy_logp=logp, entropy=entropy)
+  return dataclasses.replace(values, policy_logp=logp, entropy=entropy)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -141,9 +141,9 @@ def _statistics_forward(
   policy_logits, rollout_logits, tokens, temperature, full, vocab_size, axis_name
 ):
   sides = policy_logits, rollout_logits, tokens, temperature, axis_name
-  policy, rollout, found = pair.compare(*sides, full=full, vocab_size=vocab_size)
+  policy, rollout, totals = pair.compare(*sides, full=full, vocab_size=vocab_size)
   seed = pair.seed(policy_logits[..., 0])
-  return (gather(policy, rollout, found), (seed, seed)), (
+  return (gather(policy, rollout, totals), (seed, seed)), (
     policy_logits,
     tokens,
     temperature,
@@ -151,17 +151,17 @@ def _statistics_forward(
   )
 
 
-def gather(policy: pair.Side, rollout: pair.Side, found: terms.Terms) -> Statistics:
+def gather(policy: pair.Side, rollout: pair.Side, totals: terms.Terms) -> Statistics:
   """Statistics from the normalised sides and the divergence sums."""
   return Statistics(
-    kl=found.kl,
-    tv=_half(found.tv),
+    kl=totals.kl,
+    tv=_half(totals.tv),
     entropy=policy.entropy,
     policy_logp=policy.logp,
     rollout_logp=rollout.logp,
-    reverse_kl=found.reverse_kl,
-    chi2=found.chi2,
-    square=found.square,
+    reverse_kl=totals.reverse_kl,
+    chi2=totals.chi2,
+    square=totals.square,
   )
 
 
@@ -172,8 +172,8 @@ def _half(total):
 
 def _statistics_backward(full, vocab_size, axis_name, residuals, g):
   del full
-  found, (to_logp, to_entropy) = g
-  to = to_logp + found.policy_logp, to_entropy + found.entropy
+  to_values, (to_logp, to_entropy) = g
+  to = to_logp + to_values.policy_logp, to_entropy + to_values.entropy
   return _to_logits(*residuals, *to, vocab_size, axis_name), None, None, None
 
 
@@ -187,8 +187,8 @@ def _to_logits(logits, tokens, temperature, side, to_logp, to_entropy, vocab_siz
 def _unpadded(vocab_size, axis_name, *logits):
   """(logits without padding, function from their cotangents to those of the padded logits)."""
   real = lambda x: vocabulary.without_padding(x, vocab_size, axis_name)
-  found, back = jax.vjp(lambda *xs: [real(x) for x in xs], *logits)
-  return found, lambda slopes: back(list(slopes))
+  unpadded, back = jax.vjp(lambda *xs: [real(x) for x in xs], *logits)
+  return unpadded, lambda slopes: back(list(slopes))
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward)
@@ -197,9 +197,9 @@ _statistics.defvjp(_statistics_forward, _statistics_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _kl_and_tv(policy_logits, rollout_logits, temperature, vocab_size, axis_name):
   sides = policy_logits, rollout_logits, None, temperature, axis_name
-  *_, found = pair.compare(*sides, vocab_size=vocab_size)
+  *_, totals = pair.compare(*sides, vocab_size=vocab_size)
   seed = pair.seed(policy_logits[..., 0], rollout_logits[..., 0])
-  return (found.kl, _half(found.tv)), (seed, seed)
+  return (totals.kl, _half(totals.tv)), (seed, seed)
 
 
 def _kl_and_tv_forward(policy_logits, rollout_logits, temperature, vocab_size, axis_name):
@@ -284,9 +284,9 @@ def _score(logits, tokens, temperature, vocab_size, axis_name, entropy):
 
 
 def _score_forward(logits, tokens, temperature, vocab_size, axis_name, entropy):
-  found = pair.one(logits, tokens, temperature, axis_name, entropy=entropy, vocab_size=vocab_size)
-  value = found.entropy if entropy else found.logp
-  return (value, pair.seed(logits[..., 0])), (logits, tokens, temperature, found)
+  side = pair.one(logits, tokens, temperature, axis_name, entropy=entropy, vocab_size=vocab_size)
+  value = side.entropy if entropy else side.logp
+  return (value, pair.seed(logits[..., 0])), (logits, tokens, temperature, side)
 
 
 def _score_backward(vocab_size, axis_name, entropy, residuals, g):

@@ -173,8 +173,8 @@ def brackets(
   _check(temperature, hidden, head, tokens, vocab_size, axis_name)
   rollout = _Rollout(top=top)
   static = False, vocab_size, axis_name
-  found, bounds = _positions(hidden, head, tokens, rollout, temperature, *static)
-  return *bounds, found.policy_logp, found.entropy
+  values, bounds = _positions(hidden, head, tokens, rollout, temperature, *static)
+  return *bounds, values.policy_logp, values.entropy
 
 
 def logp(
@@ -198,8 +198,8 @@ def logp(
   _check(temperature, hidden, head, tokens, vocab_size, axis_name)
   rollout = _Rollout()
   static = False, vocab_size, axis_name
-  found, _ = _positions(hidden, head, tokens, rollout, temperature, *static)
-  return found.policy_logp, found.entropy
+  values, _ = _positions(hidden, head, tokens, rollout, temperature, *static)
+  return values.policy_logp, values.entropy
 
 
 def kl_from(
@@ -251,9 +251,9 @@ def _positions(hidden, head, tokens, rollout, temperature, *static):
   hidden, head, *_ = blocks.match_varying(rows(hidden), head, *jax.tree.leaves(rollout))
   # -1 stands for no token, which unsigned integers lack.
   tokens, temperature = rows(tokens).astype(jnp.int32), full_logits.static(temperature)
-  (found, bounds), seeds = _statistics(hidden, head, tokens, rollout, temperature, *static)
-  found = full_logits.with_gradient(found, seeds, head, static[-1])
-  return jax.tree.map(lambda x: x.reshape(shape), (found, bounds))
+  (values, bounds), seeds = _statistics(hidden, head, tokens, rollout, temperature, *static)
+  values = full_logits.with_gradient(values, seeds, head, static[-1])
+  return jax.tree.map(lambda x: x.reshape(shape), (values, bounds))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -266,15 +266,15 @@ def _forward(hidden, head, tokens, rollout, temperature, full, vocab_size, axis_
   options = dict(full=full, vocab_size=vocab_size, axis_name=axis_name)
   chunked = functools.partial(_by_chunks, **options)
   if rollout.top is not None or hidden.shape[0] * head.shape[0] < pair.SMALL:
-    policy, *found = chunked(*args)
+    policy, *outputs = chunked(*args)
   else:
     kernel = functools.partial(_by_kernel, **options)
-    policy, *found = jax.lax.platform_dependent(*args, tpu=kernel, default=chunked)
+    policy, *outputs = jax.lax.platform_dependent(*args, tpu=kernel, default=chunked)
   seed = pair.seed(hidden[..., 0], head[0, 0])
   if axis_name is not None and axis_name not in blocks.varying(head):
     # `vmap` refuses outputs that are shared between devices beside operands that are not.
-    found = jax.tree.map(lambda x: x + seed, found)
-  return (tuple(found), (seed, seed)), (hidden, head, tokens, temperature, policy)
+    outputs = jax.tree.map(lambda x: x + seed, outputs)
+  return (tuple(outputs), (seed, seed)), (hidden, head, tokens, temperature, policy)
 
 
 def _by_chunks(hidden, head, tokens, rollout, temperature, *, full, axis_name, vocab_size=None):
@@ -326,9 +326,9 @@ def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name, v
 
   if lse is not None and axis_name is None:
     options = dict(full=full, vocab_size=vocab_size)
-    q, *found = kernels.linear_fused(hidden, head, scores, lse, **options, **picking)
+    q, *totals = kernels.linear_fused(hidden, head, scores, lse, **options, **picking)
     (policy,) = sides(q)
-    return policy, _against(policy, lse, temperature, known, *found), None
+    return policy, _against(policy, lse, temperature, known, *totals), None
   real = vocabulary.real_entries(count, vocab_size, axis_name)
   q = kernels.linear_sums(hidden, head, real=real, **picking)
   if scores is None:
@@ -337,33 +337,33 @@ def _by_kernel(hidden, head, tokens, rollout, temperature, *, full, axis_name, v
   terms = functools.partial(kernels.linear_terms, hidden, head, scores, full=full, real=real)
   if lse is not None:
     (policy,) = sides(q)
-    found = terms(policy.top, policy.log_sum, None, lse, **picking)
-    found = vocabulary.add_up(found, axis_name)
-    return policy, _against(policy, lse, temperature, known, *found), None
+    totals = terms(policy.top, policy.log_sum, None, lse, **picking)
+    totals = vocabulary.add_up(totals, axis_name)
+    return policy, _against(policy, lse, temperature, known, *totals), None
   kernel, source = kernels.sums, (scores,)
   if rollout.hidden is not None:
     kernel, source = kernels.linear_sums, scores
   policy, other = sides(q, kernel(*source, weighted=False, real=real, **picking))
-  found, _, _ = terms(policy.top, policy.log_sum, other.top, other.log_sum, temperature)
-  return policy, full_logits.gather(policy, other, vocabulary.add_up(found, axis_name)), None
+  totals, _, _ = terms(policy.top, policy.log_sum, other.top, other.log_sum, temperature)
+  return policy, full_logits.gather(policy, other, vocabulary.add_up(totals, axis_name)), None
 
 
-def _against(policy, lse, temperature, known, found, mass, token):
+def _against(policy, lse, temperature, known, totals, mass, token):
   """Statistics from sums over the vocabulary against a rollout of the given normaliser."""
   token = jnp.where(known, token, jnp.nan)
   logp = (token if temperature is None else token / temperature) - lse
   # The normaliser of other logits.
   wrong = ~(jnp.abs(mass - 1) <= MASS_ERROR)
-  found, logp = jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), (found, logp))
-  return full_logits.gather(policy, pair.Side(None, lse, None, logp), found)
+  totals, logp = jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), (totals, logp))
+  return full_logits.gather(policy, pair.Side(None, lse, None, logp), totals)
 
 
 def _backward(full, vocab_size, axis_name, residuals, g):
   """Blocks of the vocabulary: each block of the head's gradient is written once."""
   del full
   hidden, head, tokens, temperature, policy = residuals
-  (found, _), (to_logp, to_entropy) = g
-  to_logp, to_entropy = to_logp + found.policy_logp, to_entropy + found.entropy
+  (to_values, _), (to_logp, to_entropy) = g
+  to_logp, to_entropy = to_logp + to_values.policy_logp, to_entropy + to_values.entropy
   count, size = head.shape[0], min(head.shape[0], max(CHUNK // max(hidden.shape[0], 1), 128))
   local, here = vocabulary.place(tokens, count, axis_name)
   local = jnp.where(here, local, -1)

@@ -392,7 +392,7 @@ def contexts(world: World) -> Contexts:
 
 def rows(world: World) -> Rows:
   """Every sequence as a row of one batch: V**T * T numbers a statistic, so for small worlds."""
-  found, stats, spans = tree(world), contexts(world), lengths(world.policy)
+  prefixes, stats, spans = tree(world), contexts(world), lengths(world.policy)
   leaves = world.reward.shape[1]
 
   def column(values: Array) -> Array:
@@ -403,14 +403,14 @@ def rows(world: World) -> Rows:
   divergences = Divergences(
     kl=column(stats.kl),
     tv=column(stats.tv),
-    log_ratio=column(found.log_ratio),
+    log_ratio=column(prefixes.log_ratio),
     entropy=column(stats.entropy),
     chi2=column(stats.chi2),
   )
   return Rows(
-    rollout_mass=descend(world.prompts, found.rollout)[1].reshape(-1),
-    policy_mass=descend(world.prompts, found.policy)[1].reshape(-1),
+    rollout_mass=descend(world.prompts, prefixes.rollout)[1].reshape(-1),
+    policy_mass=descend(world.prompts, prefixes.policy)[1].reshape(-1),
     divergences=divergences,
-    valid=column(jnp.broadcast_to(found.alive[None], stats.kl.shape)),
+    valid=column(jnp.broadcast_to(prefixes.alive[None], stats.kl.shape)),
     reward=world.reward.reshape(-1),
   )

@@ -116,7 +116,7 @@ def _lengths(T) -> Array:
   return jnp.maximum(jnp.asarray(T, jnp.float32), 1)
 
 
-def max_limit(found: Tail, *, T: int | Int[Array, '*s'], target: float) -> Float[Array, '*s']:
+def max_limit(sample: Tail, *, T: int | Int[Array, '*s'], target: float) -> Float[Array, '*s']:
   """Limit on max_t x_t that `target` of the rows of T such tokens meet: (1 - p)^T = target.
 
   T is one length or an array of them (an empty row counts as 1). Exact for independent tokens;
@@ -129,11 +129,11 @@ def max_limit(found: Tail, *, T: int | Int[Array, '*s'], target: float) -> Float
   '0.84'
   """
   _check(target)
-  return found.limit(-jnp.expm1(math.log(target) / _lengths(T)))
+  return sample.limit(-jnp.expm1(math.log(target) / _lengths(T)))
 
 
 def conformal_max_limit(
-  found: Tail,
+  sample: Tail,
   largest: Float[Array, 'm'],
   lengths: Int[Array, 'm'],
   *,
@@ -144,13 +144,13 @@ def conformal_max_limit(
 
   Accepted are rows with T P(x > max_t x_t) >= level: the number of larger values that a row of this
   length should hold. The level is `conformal` on m rows, with maxima `largest` and `lengths`, other
-  than those of `found`; acceptance is `target` over their mix of lengths, not at each of them, and
+  than those of `sample`; acceptance is `target` over their mix of lengths, not at each of them, and
   less by up to a step of the tail's sample (.02 of rows with 40 values), which cannot tell apart
   what lies between two of them. NaN counts as the largest.
   """
   largest = jnp.where(jnp.isnan(largest), jnp.inf, largest)
-  level = -conformal(-_lengths(lengths) * found.exceedance(largest), target=target)
-  return found.limit(jnp.maximum(level, 0) / _lengths(T))
+  level = -conformal(-_lengths(lengths) * sample.exceedance(largest), target=target)
+  return sample.limit(jnp.maximum(level, 0) / _lengths(T))
 
 
 def follow(

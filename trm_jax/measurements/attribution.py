@@ -1,7 +1,7 @@
 """Which source of mismatch does the harm: effects, interactions and Shapley shares of a factorial.
 
     design = attribution.full(3)                  # cells x sources, True = on
-    found, errors = attribution.bootstrap(design, responses)   # responses [cells, repeats, *k]
+    shares, errors = attribution.bootstrap(design, responses)   # responses [cells, repeats, *k]
 
 A response v(S) is whatever was measured with the sources S on: KL, acceptance, a gradient's bias.
 
@@ -176,7 +176,7 @@ def bootstrap(
   for name, value in (('repeats', repeats), ('draws', draws)):
     if value < 2:
       raise InputError(f'{name}={value} give no error bar: use at least 2.')
-  found = attribute(design, responses.mean(1))
+  shares = attribute(design, responses.mean(1))
   counts = np.random.default_rng(seed).multinomial(repeats, np.full(repeats, 1 / repeats), draws)
   # Draws are statistics more: one pass gives the effects of all.
   drawn = np.moveaxis(np.tensordot(counts / repeats, responses, (1, 1)), 0, 1)
@@ -188,4 +188,4 @@ def bootstrap(
     name: factor * np.std(values, axis=behind.get(name, 1), ddof=1)
     for name, values in spread._asdict().items()
   }
-  return found, Attribution(**errors)
+  return shares, Attribution(**errors)

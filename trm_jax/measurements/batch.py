@@ -1,7 +1,7 @@
 """What a batch of rollouts says about the mismatch: every distribution, confidence, whole rows.
 
-    found = measurements.measure(divergences, valid, policy_logp=logp)   # one jitted function
-    measurements.plain(found)                                            # nested dicts for JSON
+    report = measurements.measure(divergences, valid, policy_logp=logp)  # one jitted function
+    measurements.plain(report)                                           # nested dicts for JSON
 
 | function            | what                                                              |
 | ------------------- | ----------------------------------------------------------------- |
@@ -249,7 +249,7 @@ def measure(
   }
   heavy = ('kl', 'tv', 'abs_log_ratio')
   tails = jax.vmap(lambda x: tail(x, valid, k=k))(jnp.stack([values[n][0] for n in heavy]))
-  found = select(0) | {
+  report = select(0) | {
     'tail': {name: jax.tree.map(lambda leaf, i=i: leaf[i], tails) for i, name in enumerate(heavy)},
     'sequences': sequences(divergences.log_ratio, valid, trajectory),
     'by': {
@@ -258,9 +258,9 @@ def measure(
     },
   }
   if policy_logp is not None:
-    found['shift'] = confidence_table(policy_logp, divergences.log_ratio, valid)
-    found['correlation'] = correlation(policy_logp, divergences.log_ratio, valid)
-  return found
+    report['shift'] = confidence_table(policy_logp, divergences.log_ratio, valid)
+    report['correlation'] = correlation(policy_logp, divergences.log_ratio, valid)
+  return report
 
 
 def plain(tree: typing.Any) -> typing.Any:

@@ -78,13 +78,13 @@ def quantiles(
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   order = jnp.where(where, jnp.where(bits >= sign, ~bits, bits | sign), jnp.uint32(2**32 - 1))
 
-  def bit(i, found):  # the largest number with at most `rank` numbers below it
-    higher = found | (sign >> i.astype(jnp.uint32))
+  def bit(i, keys):  # the largest number with at most `rank` numbers below it
+    higher = keys | (sign >> i.astype(jnp.uint32))
     below = (order.reshape(1, -1) < higher[:, None]).sum(-1)
-    return jnp.where(below <= ranks, higher, found)
+    return jnp.where(below <= ranks, higher, keys)
 
-  found = jax.lax.fori_loop(0, 32, bit, jnp.zeros(ranks.shape, jnp.uint32))
-  values = jax.lax.bitcast_convert_type(jnp.where(found >= sign, found ^ sign, ~found), jnp.float32)
+  keys = jax.lax.fori_loop(0, 32, bit, jnp.zeros(ranks.shape, jnp.uint32))
+  values = jax.lax.bitcast_convert_type(jnp.where(keys >= sign, keys ^ sign, ~keys), jnp.float32)
   below, above = jnp.split(values, 2)
   weight = place - low
   # Between infinities, and between equal values, there is nothing to mix.

@@ -84,11 +84,11 @@ def _reports(scored: Scored, there: Bool[Array, 'B T']) -> dict[str, Float[Array
   impossible = there & ((reported > weights.ROUNDING) | (reported == -jnp.inf))
   log_ratio = logp - reported
   known = there & ~impossible & ~jnp.isnan(log_ratio)
-  found = {}
+  alarms = {}
   if scored.stored_logp is not None:
     gap = jnp.abs(ratios.raised(scored.stored_logp) - reported)
-    found['report/contradicted'] = _mean(~(gap <= CONTRADICTION), there)
-  return found | {
+    alarms['report/contradicted'] = _mean(~(gap <= CONTRADICTION), there)
+  return alarms | {
     'report/impossible': _mean(impossible, there),
     'report/ratio_mean': _mean(ratios.ratio(log_ratio, known), known),
     'report/correlation': batch.correlation(logp, log_ratio, known),
@@ -125,7 +125,7 @@ def summarise(
   broken = scored.engine > 0
   judged = valid & kept & ~jnp.isnan(d.log_ratio)
   size = jnp.abs(d.log_ratio)
-  found = {
+  scalars = {
     'reward': _mean(reward, exists),
     'reward/kept': _mean(reward, keep),
     'reward/rejected': _mean(reward, rejected),
@@ -147,28 +147,28 @@ def summarise(
   }
   if scored.bounds is not None:
     for name in ('upper', 'lower'):
-      found[f'acceptance/{name}'] = _mean(getattr(scored.bounds, name), exists)
+      scalars[f'acceptance/{name}'] = _mean(getattr(scored.bounds, name), exists)
   for name, x in apart.items():
     median, p90 = distributions.quantiles(x, token, jnp.array([0.5, 0.9]))
-    found |= {
+    scalars |= {
       f'{name}/mean': _mean(x, token),
       f'{name}/median': median,
       f'{name}/p90': p90,
       f'{name}/max': jnp.where(token, x, 0).max(),
     }
     if name.startswith('kl'):
-      found |= {
+      scalars |= {
         f'{name}/engine0': _mean(x, token & ~broken[:, None]),
         f'{name}/engine1': _mean(x, token & broken[:, None]),
       }
-  found |= by_length_quartile(keep, lengths) | by_position_quartile(kept, valid)
-  found |= certificates.monitor(
+  scalars |= by_length_quartile(keep, lengths) | by_position_quartile(kept, valid)
+  scalars |= certificates.monitor(
     jnp.where(missing, jnp.nan, d.log_ratio)[:fresh],
     valid[:fresh],
     scored.reward[:fresh],
     samples=samples,
   )
-  return jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype(jnp.float32), found)
+  return jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype(jnp.float32), scalars)
 
 
 def ages(

@@ -41,8 +41,8 @@ class _Grid(NamedTuple):
 
 
 def _bits(name: str) -> tuple[int, int] | None:
-  found = re.fullmatch(r'e(\d+)m(\d+)', name)
-  return found and (int(found[1]), int(found[2]))
+  match = re.fullmatch(r'e(\d+)m(\d+)', name)
+  return match and (int(match[1]), int(match[2]))
 
 
 def _grid(name: str) -> _Grid:

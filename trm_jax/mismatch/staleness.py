@@ -124,10 +124,10 @@ def of_version(
 
   `current` is `fn` of the weights of now, `version`. `history` as in `weights`.
   """
-  found = current
+  weights = current
   for age in ages:
     if age:
       old = fn(jax.tree.map(lambda h, a=age: h[a - 1], history))
       aged = (reported == jnp.maximum(version - age, 0)) & (reported != version)
-      found = jnp.where(aged, old, found)
-  return found
+      weights = jnp.where(aged, old, weights)
+  return weights

@@ -82,12 +82,12 @@ class Scored:
 
   def anchor_logp(self, anchor: Anchor) -> Float[Array, 'B T']:
     """The log-probs that a ratio is taken against; no gradient."""
-    found = {
+    anchors = {
       'rollout': self.rollout_logp,
       'recomputed': self.recomputed_logp,
       'version': self.version_logp,
     }[anchor]
-    return jax.lax.stop_gradient(found)
+    return jax.lax.stop_gradient(anchors)
 
   def everywhere(self, x: Array) -> Array:
     """[B, ...] of this device -> [devices * B, ...] of the whole batch, on every device."""

@@ -72,13 +72,13 @@ def without_a_tpu() -> None:
 
 def parse(topology: str) -> tuple[str, int]:
   """(chip, number of chips) of a name such as 'v5e:16x16' or 'cpu:8'; InputError otherwise."""
-  found = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', topology)
-  if not found or found[1] not in (*CHIPS, 'cpu') or '0' in found[2].split('x'):
+  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)*)', topology)
+  if not match or match[1] not in (*CHIPS, 'cpu') or '0' in match[2].split('x'):
     raise InputError(
       f'topology={topology!r} is not CHIP:SIZES with a chip of {", ".join(CHIPS)} or cpu, e.g.'
       ' v5e:16x16, v5p:4x4x8 or cpu:8.'
     )
-  return found[1], math.prod(map(int, found[2].split('x')))
+  return match[1], math.prod(map(int, match[2].split('x')))
 
 
 def mesh(topology: str, data: int, model: int) -> jax.sharding.Mesh:

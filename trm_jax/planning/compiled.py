@@ -90,16 +90,16 @@ class Program:
       if opened and not line.startswith('  '):
         current = self.computations.setdefault(opened[2], [])
         self.entry = opened[2] if opened[1] else self.entry
-      elif found := _LINE.match(line):
-        current.append(_instruction(*found.groups()))
+      elif match := _LINE.match(line):
+        current.append(_instruction(*match.groups()))
 
   @functools.cached_property
   def times(self) -> dict[str, int]:
     """How often each computation runs; those inside fusions are left out."""
-    found = collections.Counter()
+    counts = collections.Counter()
 
     def visit(name, times):
-      found[name] += times
+      counts[name] += times
       for step in self.computations[name]:
         if step.kind in _INNER:
           turns = trips(step, self.computations) if step.kind == 'while' else 1
@@ -107,11 +107,11 @@ class Program:
             visit(inner, times * turns)
 
     visit(self.entry, 1)
-    return dict(found)
+    return dict(counts)
 
   def collectives(self) -> list[Collective]:
     """Every collective, those inside fusions as well."""
-    found, cut = collections.defaultdict(list), set()
+    by_kind, cut = collections.defaultdict(list), set()
     for name, times in self.times.items():
       for step in self.computations[name]:
         inside, scattered, piece = [step], False, False
@@ -125,12 +125,12 @@ class Program:
           if kind in KINDS:
             channel = re.search(r'channel_id=(\d+)', x.text)
             channel = channel[1] if channel else x.name
-            found[channel].append(self._collective(x, kind, times, scattered))
+            by_kind[channel].append(self._collective(x, kind, times, scattered))
             cut |= {channel} if piece else set()
     # Start, pieces beside other work, and end of one collective: it runs as often as the one of
     # them that runs least.
     once = lambda some: [min(some, key=lambda c: c.times)]
-    return [c for k, some in found.items() for c in (once(some) if k in cut else some)]
+    return [c for k, some in by_kind.items() for c in (once(some) if k in cut else some)]
 
   def _collective(self, step, kind, times, scattered):
     shapes = [(dtype, shape) for dtype, shape, _ in arrays(step.result)]
@@ -176,9 +176,9 @@ class Program:
 
     Kernels have none, and collectives run beside other work.
     """
-    found = re.compile(r'"estimated_cycles":"(\d+)"')
+    pattern = re.compile(r'"estimated_cycles":"(\d+)"')
     return sum(
-      times * sum(int(n) for x in self.computations[name] for n in found.findall(x.text))
+      times * sum(int(n) for x in self.computations[name] for n in pattern.findall(x.text))
       for name, times in self.times.items()
     )
 
@@ -259,18 +259,18 @@ def _bytes(text) -> int | float:
 
 def first_group(text: str) -> np.ndarray | None:
   """Devices of the first group that an instruction works in; None where it names none."""
-  if found := re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text):
-    return np.array([int(found[1]), int(found[2])])
-  if found := re.search(r'replica_groups=\{\{([\d,]+)\}', text):
-    return np.array([int(n) for n in found[1].split(',')])
-  if found := re.search(r'replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
-    return _devices(found[2]).reshape(_numbers(found[1]))[0]
+  if match := re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text):
+    return np.array([int(match[1]), int(match[2])])
+  if match := re.search(r'replica_groups=\{\{([\d,]+)\}', text):
+    return np.array([int(n) for n in match[1].split(',')])
+  if match := re.search(r'replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
+    return _devices(match[2]).reshape(_numbers(match[1]))[0]
   named = r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^=]*)\))? *\{([^}]*)\}'
-  if found := re.search(named, text):
-    axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])]
+  if match := re.search(named, text):
+    axes = [(name, int(n)) for name, n in re.findall(r"'([^']+)'=(\d+)", match[1])]
     sizes = [n for _, n in axes]
-    devices = _devices(found[2] or f'[{math.prod(sizes)}]').reshape(sizes)
-    chosen = {n: (p, q) for n, p, q in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])}
+    devices = _devices(match[2] or f'[{math.prod(sizes)}]').reshape(sizes)
+    chosen = {n: (p, q) for n, p, q in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[3])}
     index = []
     for name, n in axes:
       if name not in chosen:
@@ -321,8 +321,8 @@ def _called(step) -> list[str]:
 
 def trips(step: Instruction, computations: dict[str, list[Instruction]]) -> int:
   """Turns of a loop: as noted by the compiler, or the bound in its condition; 1 if unknown."""
-  if found := re.search(r'known_trip_count\D*(\d+)', step.text):
-    return int(found[1])
+  if match := re.search(r'known_trip_count\D*(\d+)', step.text):
+    return int(match[1])
   (condition,) = re.findall(r'condition=%?([\w.\-]+)', step.text)
   bounds = [
     int(re.match(r'-?\d+', x.text)[0])

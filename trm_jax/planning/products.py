@@ -39,11 +39,11 @@ def count(jaxpr, sizes: dict[str, int]) -> Products:
     elif name == 'pallas_call':
       total = total.plus(_kernel(step, sizes))
     else:
-      found = [count(inner, sizes) for inner in _inner(step)]
+      inner_counts = [count(inner, sizes) for inner in _inner(step)]
       if name == 'cond':  # one branch runs: the dearest
-        found = [max(found, key=lambda x: x.passes)] if found else []
+        inner_counts = [max(inner_counts, key=lambda x: x.passes)] if inner_counts else []
       turns = step.params['length'] if name == 'scan' else 1
-      for x in found:
+      for x in inner_counts:
         total = total.plus(x.times(turns))
   return total
 
@@ -75,8 +75,8 @@ def _passes(step):
 def _axes(aval, dims) -> set[str]:
   """Mesh axes that split these dimensions."""
   spec = tuple(getattr(aval.sharding, 'spec', ()) or ())
-  found = [spec[d] for d in dims if d < len(spec) and spec[d] is not None]
-  return {name for entry in found for name in (entry if isinstance(entry, tuple) else (entry,))}
+  axes = [spec[d] for d in dims if d < len(spec) and spec[d] is not None]
+  return {name for entry in axes for name in (entry if isinstance(entry, tuple) else (entry,))}
 
 
 def _dot(step, sizes) -> Products:

@@ -285,9 +285,9 @@ def init(key: Key[Array, ''], config: PolicyConfig, vocab_size: int) -> Params:
 def shapes(config: PolicyConfig, vocab_size: int) -> Params:
   """What `init` would give, as `jax.ShapeDtypeStruct` with shardings: nothing is allocated."""
   one = dataclasses.replace(config, layers=1)  # layers are alike: traced once
-  found = jax.eval_shape(lambda: init(jax.random.key(0), one, vocab_size))
+  one_layer = jax.eval_shape(lambda: init(jax.random.key(0), one, vocab_size))
   all_layers = lambda x: x.update(shape=(config.layers, *x.shape[1:]))
-  return found | {'layers': jax.tree.map(all_layers, found['layers'])}
+  return one_layer | {'layers': jax.tree.map(all_layers, one_layer['layers'])}
 
 
 def init_cache(config: PolicyConfig, rows: int, length: int) -> Cache:

@@ -75,7 +75,7 @@ def apply(
   """
   length = tokens.shape[1] - width + 1
   cache = policy.init_cache(config, tokens.shape[0], tokens.shape[1])
-  found = []
+  outputs = []
   for params, first, end in relay.turns(length):
     # A token is scored by the pass over the slot before it; the first version reads the prompt.
     slots = slice(width - 1 + first if first else 0, width - 1 + end)
@@ -90,8 +90,8 @@ def apply(
       attention=attention,
       hooks=hooks,
     )
-    found.append((hidden, aux))
-  return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *found)
+    outputs.append((hidden, aux))
+  return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *outputs)
 
 
 def logits(weights: Weights, hidden: Float[Array, 'B T D']) -> Float[Array, 'B T V']:

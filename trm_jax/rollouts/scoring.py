@@ -174,8 +174,8 @@ def _by_slot(params, hidden, rollout, keys, hooks, temperature):
 
   turned = lambda x: jnp.moveaxis(x, 1, 0)
   slots = jnp.arange(rollout.tokens.shape[1])
-  found = jax.lax.map(slot, (slots, *map(turned, (hidden, rollout.tokens, rollout.valid))))
-  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+  columns = jax.lax.map(slot, (slots, *map(turned, (hidden, rollout.tokens, rollout.valid))))
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), columns)
 
 
 def token_logp(

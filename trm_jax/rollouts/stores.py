@@ -122,8 +122,8 @@ def record(
 
 def fields(store: Store, kept: Array | TopK | None) -> dict:
   """The fields of a `Rollout` that hold it."""
-  found = dict.fromkeys(('logits', 'hidden', 'top'))
-  return found | ({} if store == 'logp' else {'top' if store == 'topk' else store: kept})
+  holders = dict.fromkeys(('logits', 'hidden', 'top'))
+  return holders | ({} if store == 'logp' else {'top' if store == 'topk' else store: kept})
 
 
 class Compared(NamedTuple):
@@ -167,10 +167,10 @@ def compare(
   of = lambda logp, entropy, kl=None, tv=None: jax.lax.stop_gradient(
     Divergences(kl, tv, logp - rollout.logp, entropy)
   )
-  exact = lambda found: Compared(
-    found.policy_logp,
-    found.divergences(rollout.logp),
-    stored_logp=jax.lax.stop_gradient(found.rollout_logp),
+  exact = lambda pair: Compared(
+    pair.policy_logp,
+    pair.divergences(rollout.logp),
+    stored_logp=jax.lax.stop_gradient(pair.rollout_logp),
   )
   if support:
     if rollout.logits is None:
@@ -178,13 +178,13 @@ def compare(
         "support=True reads from logits which tokens were possible; use store='logits'."
       )
     scores = replay_support(linear_head.project(hidden, head), rollout.logits)
-    found = divergences.statistics(scores, rollout.logits, rollout.tokens, full=full, **shared)
-    return exact(found)
+    pair = divergences.statistics(scores, rollout.logits, rollout.tokens, full=full, **shared)
+    return exact(pair)
   if rollout.logits is not None:
-    found = linear_head.statistics(
+    pair = linear_head.statistics(
       hidden, head, rollout.tokens, rollout_logits=rollout.logits, full=full, **shared
     )
-    return exact(found)
+    return exact(pair)
   if rollout.hidden is not None:
     if not heads or len(heads) != len(shares):
       raise InputError(
@@ -198,8 +198,8 @@ def compare(
       )
       for (mine, tokens, other), its in zip(rows, heads, strict=True)
     ]
-    found = side_by_side(parts, hidden.shape[0] // sum(shares))
-    return exact(found)
+    pair = side_by_side(parts, hidden.shape[0] // sum(shares))
+    return exact(pair)
   if rollout.top is not None:
     kl, tv, logp, entropy = linear_head.brackets(
       hidden, head, rollout.tokens, rollout.top, **shared

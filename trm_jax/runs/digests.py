@@ -23,15 +23,15 @@ def records(tree: Any) -> dict[str, list]:
 
   Digests are 16 hexadecimal digits of arrays (typed PRNG keys too) and Python numbers.
   """
-  found = leaves(tree)
-  sums = np.array([_part(leaf) for leaf in found.values()], np.uint64).view(np.uint32)
+  recorded = leaves(tree)
+  sums = np.array([_part(leaf) for leaf in recorded.values()], np.uint64).view(np.uint32)
   if jax.process_count() > 1:  # jax gathers no 64 bits
     parts = np.asarray(multihost_utils.process_allgather(sums)).view(np.uint64)
     sums = parts.sum(0, dtype=np.uint64)
   sums = sums.view(np.uint64)
   return {
     name: [list(np.shape(leaf)), str(getattr(leaf, 'dtype', type(leaf).__name__)), f'{total:016x}']
-    for (name, leaf), total in zip(found.items(), sums.tolist(), strict=True)
+    for (name, leaf), total in zip(recorded.items(), sums.tolist(), strict=True)
   }
 
 

@@ -70,16 +70,16 @@ def from_environment(hosts: Hosts) -> Hosts:
   Raises InputError for variables that are not numbers or out of range.
   """
   names = {'processes': 'JAX_NUM_PROCESSES', 'process_id': 'JAX_PROCESS_ID'}
-  found = {'coordinator': hosts.coordinator or os.environ.get('JAX_COORDINATOR_ADDRESS')}
+  values = {'coordinator': hosts.coordinator or os.environ.get('JAX_COORDINATOR_ADDRESS')}
   for field, name in names.items():
     value, text = getattr(hosts, field), os.environ.get(name)
     if value is None and text is not None and not text.isdecimal():
       raise InputError(
         f'The environment variable {name}={text!r} must be an integer >= 0; set it so or unset it.'
       )
-    found[field] = int(text) if value is None and text is not None else value
+    values[field] = int(text) if value is None and text is not None else value
   several = hosts.distributed or 'JAX_NUM_PROCESSES' in os.environ
-  return dataclasses.replace(hosts, distributed=several, **found)
+  return dataclasses.replace(hosts, distributed=several, **values)
 
 
 def joined() -> bool:
@@ -152,10 +152,10 @@ def _compare(state, about: dict[str, Any], patience: int) -> None:
     first = json.loads(state.client.blocking_key_value_get(_ABOUT, patience * 1000))
     if first['source'] == mine['source']:  # the same files, whatever git calls them
       first |= {name: mine[name] for name in ('commit', 'dirty')}
-    if found := provenance.differences(first, mine, 'is {} on process 0 and {} here'):
+    if differing := provenance.differences(first, mine, 'is {} on process 0 and {} here'):
       raise InputError(
-        f'process {state.process_id} differs from process 0: {found}; start the same command of the'
-        ' same version on every host.'
+        f'process {state.process_id} differs from process 0: {differing}; start the same command of'
+        ' the same version on every host.'
       )
     state.client.wait_at_barrier('trm_jax_alike', patience * 1000)
   except jax.errors.JaxRuntimeError as error:

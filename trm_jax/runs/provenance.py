@@ -19,7 +19,7 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 _SHOWN = 8  # differences that an error lists
 
 
-def found() -> dict:
+def everything() -> dict:
   """{'commit', 'dirty', 'versions', 'device'} of this process, as plain JSON values."""
   return program() | {'device': _device()}
 
@@ -104,13 +104,13 @@ def differences(then: dict, now: dict, words: str = 'was {} and is {}') -> str:
   """'a.b was 1 and is 2, ...' for the entries of two nested dicts that are not the same in both;
   of many the first few, and how many more."""
   then, now = _flat(then), _flat(now)
-  found = [
+  lines = [
     f'{key} ' + words.format(repr(then.get(key, 'absent')), repr(now.get(key, 'absent')))
     for key in sorted(then.keys() | now.keys())
     if then.get(key, then) != now.get(key, now)
   ]
-  more = [f'and {len(found) - _SHOWN} more'] if len(found) > _SHOWN else []
-  return ', '.join(found[:_SHOWN] + more)
+  more = [f'and {len(lines) - _SHOWN} more'] if len(lines) > _SHOWN else []
+  return ', '.join(lines[:_SHOWN] + more)
 
 
 def _flat(tree: dict, prefix: str = '') -> dict:

@@ -96,7 +96,7 @@ def open_run(
         provenance.compare(path / 'config.json', config)
       else:
         about = {'config': config, 'created': time.strftime('%Y-%m-%dT%H:%M:%S%z')}
-        Run(path, keep).write_json('config.json', about | provenance.found())
+        Run(path, keep).write_json('config.json', about | provenance.everything())
     except OSError as error:
       if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise
@@ -184,14 +184,14 @@ class Run(contextlib.AbstractContextManager):
     with files.clear_errors(self.path / 'checkpoints'):
       manager.wait_until_finished()
     for step in _agreed(sorted(manager.all_steps(), reverse=True)):
-      found, cause = None, 'damaged on another process'
+      restored, cause = None, 'damaged on another process'
       try:
-        found = self._read(step, abstract_state)
+        restored = self._read(step, abstract_state)
       except Exception as error:  # orbax raises a bare Exception for half an array
         cause = _cause(error)
       # What follows has collectives, so all processes take the same way.
-      if np.all(multihost_utils.process_allgather(found is not None)):
-        state, record = found
+      if np.all(multihost_utils.process_allgather(restored is not None)):
+        state, record = restored
         if not (cause := _differing(record['leaves'], digests.records(state))):
           self._set_aside(failed)
           self._restored = step
@@ -219,10 +219,10 @@ class Run(contextlib.AbstractContextManager):
     For use after `restore`: a file that lost or gained lines would end as another than it should.
     """
     multihost_utils.sync_global_devices('trm_jax_rows')  # process 0 has cut the file back
-    found, due = [row['step'] for row in self.metrics()], list(steps)
-    if found == due:
+    logged, due = [row['step'] for row in self.metrics()], list(steps)
+    if logged == due:
       return
-    count = collections.Counter(found)
+    count = collections.Counter(logged)
     lost = [step for step in due if step not in count]
     extra = [step for step in sorted(count) if count[step] > 1 or step not in set(due)]
     wrong = [f'has no row of step {_first(lost)}'] if lost else []

@@ -79,21 +79,21 @@ def _definition(part: Any) -> str:
     return ' '.join(f'{code.co_code.hex()} {code.co_names}' for code in codes)
   text = pathlib.Path(path).read_text()
   names, imported = _names(text, module.__package__ or '')
-  wanted, found = [top], {}
+  wanted, texts = [top], {}
   if top == '<lambda>':
     line = part.__code__.co_firstlineno
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Lambda) and n.lineno == line]
-    found[top] = ' '.join(ast.unparse(node) for node in nodes)
+    texts[top] = ' '.join(ast.unparse(node) for node in nodes)
     wanted = [n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)]
   while wanted:
     name = wanted.pop()
-    if name in names and name not in found:
+    if name in names and name not in texts:
       text, used = names[name]
-      found[name] = text
+      texts[name] = text
       wanted += used
-    elif name in imported and name not in found:
-      found[name] = _module(imported[name], part.__module__)
-  return ' '.join(found[name] for name in sorted(found))
+    elif name in imported and name not in texts:
+      texts[name] = _module(imported[name], part.__module__)
+  return ' '.join(texts[name] for name in sorted(texts))
 
 
 @functools.lru_cache(maxsize=64)

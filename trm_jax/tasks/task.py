@@ -99,12 +99,12 @@ def load(name: str) -> Task:
   try:
     # TFDS's list of data sets would refuse two builders of one name.
     with registered.skip_registration():
-      found = importlib.import_module(module)
+      loaded = importlib.import_module(module)
   except ModuleNotFoundError as error:
     if not f'{module}.'.startswith(f'{error.name}.'):
       raise
     raise types.InputError(f'task={name!r} cannot be imported: {remedy}') from error
-  task = getattr(found, attribute, None)
+  task = getattr(loaded, attribute, None)
   if not isinstance(task, Task):
     raise types.InputError(f'task={name!r} has {attribute}={task!r:.80}: {remedy}')
   return task

@@ -58,16 +58,16 @@ def check_directory(args) -> None:
   owner = directory / OWNER
   try:
     directory.mkdir(parents=True, exist_ok=True)
-    found = sorted(n for n in os.listdir(directory) if not n.endswith('.tmp') and n != OWNER)
+    entries = sorted(n for n in os.listdir(directory) if not n.endswith('.tmp') and n != OWNER)
     tempfile.TemporaryFile(dir=directory, suffix='.tmp').close()
     held = owner.read_text().strip() if owner.exists() else name
   except OSError as error:
     raise InputError(
       f'directory={directory} cannot be written ({error.strerror}); choose another.'
     ) from error
-  if found and not args.resume:
+  if entries and not args.resume:
     raise InputError(
-      f'directory={directory} already holds {found[0]!r}; choose another directory, or pass'
+      f'directory={directory} already holds {entries[0]!r}; choose another directory, or pass'
       ' --resume if it is a run of this command that you want to continue.'
     )
   if held != name:

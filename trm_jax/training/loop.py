@@ -86,8 +86,8 @@ def _display(total: int, label: str, start: int) -> Display:
 
 def settings(program: Program, **extra: Any) -> dict[str, Any]:
   """What defines a run, as JSON-able values; a resumed run must agree on it."""
-  found = dataclasses.asdict(program.config)
-  return {k: v for k, v in found.items() if k not in _FREE} | extra
+  described = dataclasses.asdict(program.config)
+  return {k: v for k, v in described.items() if k not in _FREE} | extra
 
 
 @functools.lru_cache(maxsize=8)
@@ -139,9 +139,9 @@ def warm_start(
     params = program.init(jax.random.fold_in(key, 0))
     state = (params, jax.jit(program.pretrain_optimizer.init)(params))
     data = prompts(program, 'train', chosen.batch, seed=config.seed)
-    start, found = 0, record.restore(abstract(state))
-    if found:
-      start, state, meta = found
+    start, restored = 0, record.restore(abstract(state))
+    if restored:
+      start, state, meta = restored
       tasks.resume(data, meta['data'], start)
     if start >= chosen.steps:
       return state[0]
@@ -219,9 +219,9 @@ def run(
     data = prompts(program, 'train', config.prompts, seed=config.seed + 1)
     held_out, eval_key = _held_out(program), jax.random.fold_in(key, 3)
     # Restored before anything is dispatched, so that a damaged checkpoint costs no compile.
-    start, found = 0, record.restore(abstract(state))
-    if found:
-      start, state, meta = found
+    start, restored = 0, record.restore(abstract(state))
+    if restored:
+      start, state, meta = restored
       tasks.resume(data, meta['data'], start)
       record.check_rows(range(start + 1))
     if start > config.steps:

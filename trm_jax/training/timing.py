@@ -11,8 +11,8 @@ from trm_jax.types import InputError
 def steps(text: str) -> tuple[int, int]:
   """(first, last) step of a flag such as '3:5', both inside; raises InputError on anything else."""
   first, colon, last = text.partition(':')
-  found = [n.strip() for n in (first, last)]
-  if not colon or not all(n.isdecimal() for n in found) or not 1 <= int(first) <= int(last):
+  numbers = [n.strip() for n in (first, last)]
+  if not colon or not all(n.isdecimal() for n in numbers) or not 1 <= int(first) <= int(last):
     raise InputError(
       f"profile={text!r} is not START:STOP with 1 <= START <= STOP, the steps to trace, e.g. '3:5'."
     )
@@ -58,11 +58,11 @@ def memory(compiled) -> dict[str, int]:
 
   `aliased` results take the place of donated arguments; nothing where a backend does not tell.
   """
-  found = compiled.memory_analysis()
-  if found is None:
+  analysis = compiled.memory_analysis()
+  if analysis is None:
     return {}
   names = {'arguments': 'argument', 'temporaries': 'temp', 'outputs': 'output', 'aliased': 'alias'}
-  return {name: int(getattr(found, f'{part}_size_in_bytes')) for name, part in names.items()}
+  return {name: int(getattr(analysis, f'{part}_size_in_bytes')) for name, part in names.items()}
 
 
 def parts(programs: dict, state, arm, prompts, starts, *, rounds: int = 3) -> dict[str, float]:
@@ -71,7 +71,7 @@ def parts(programs: dict, state, arm, prompts, starts, *, rounds: int = 3) -> di
   statistics is the trainer's forward pass, the divergences and the mask, without a gradient; update
   is everything after the rollout, so it does that work as well. `state` is not consumed.
   """
-  found = {}
+  seconds_of = {}
 
   def timed(name, *arguments):
     outputs = jax.block_until_ready(programs[name](*arguments))  # compiles
@@ -80,10 +80,10 @@ def parts(programs: dict, state, arm, prompts, starts, *, rounds: int = 3) -> di
       start = time.perf_counter()
       jax.block_until_ready(programs[name](*arguments))
       seconds.append(time.perf_counter() - start)
-    found[f'time/{name}'] = min(seconds)
+    seconds_of[f'time/{name}'] = min(seconds)
     return outputs
 
   batch, key = timed('rollout', state, arm, prompts, starts)
   timed('statistics', state, batch, key, arm)
   timed('update', state, batch, key, arm)
-  return found
+  return seconds_of

@@ -33,8 +33,8 @@ ADVANTAGES = {
 
 def _numbers(make: Callable) -> dict[str, float]:
   """Keyword settings of a criterion, beside its limit, that are numbers."""
-  found = inspect.signature(make).parameters.values()
-  return {p.name: p.default for p in found if isinstance(p.default, float)}
+  arguments = inspect.signature(make).parameters.values()
+  return {p.name: p.default for p in arguments if isinstance(p.default, float)}
 
 
 def _criterion_words() -> list[tuple[str, Any, Any]]:
@@ -183,8 +183,8 @@ class MethodWords(_CriterionWords):
   @property
   def limits(self) -> dict[str, float]:
     """The limits that are set by words of the table."""
-    found = {name: getattr(self, name, None) for name in masks.CRITERIA}
-    return {name: limit for name, limit in found.items() if limit is not None}
+    limits_of = {name: getattr(self, name, None) for name in masks.CRITERIA}
+    return {name: limit for name, limit in limits_of.items() if limit is not None}
 
   def make(self) -> Method:
     """The method as a value."""
@@ -247,10 +247,10 @@ def named(word: str) -> objectives.Named:
       f'method.name={word!r} is not one of {", ".join(objectives.METHODS)}; give one of these, or'
       ' module:NAME of your own.'
     )
-  found = _imported(word, 'method.name')
-  if not isinstance(found, objectives.Named):
-    raise InputError(f'method.name={word!r} is a {type(found).__name__}; give a trm_jax Named.')
-  return found
+  row = _imported(word, 'method.name')
+  if not isinstance(row, objectives.Named):
+    raise InputError(f'method.name={word!r} is a {type(row).__name__}; give a trm_jax Named.')
+  return row
 
 
 def _outside(word: str) -> Criterion:
@@ -262,7 +262,9 @@ def _outside(word: str) -> Criterion:
     equals = ''
   if not equals:
     raise InputError(f'method.criteria={word!r} is not of the form module:function=LIMIT.')
-  found = _imported(name, 'method.criteria')(value)
-  if not isinstance(found, Criterion):
-    raise InputError(f'method.criteria={word!r} makes a {type(found).__name__}, not a Criterion.')
-  return found
+  criterion = _imported(name, 'method.criteria')(value)
+  if not isinstance(criterion, Criterion):
+    raise InputError(
+      f'method.criteria={word!r} makes a {type(criterion).__name__}, not a Criterion.'
+    )
+  return criterion

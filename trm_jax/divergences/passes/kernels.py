@@ -70,7 +70,7 @@ def fused(
   block = min(block, most // step * step, 256, tiles.up(rows, step))
   whole = pl.BlockSpec((block, width), lambda i: (i, 0))
   scale, scale_spec = tiles.scalars(temperature)
-  found = tiles.call(
+  packed = tiles.call(
     functools.partial(
       _fused_kernel, scaled=len(scale), size=size, chunk=chunk, step=step, full=full
     ),
@@ -84,7 +84,7 @@ def fused(
     cost=tiles.cost(rows * size, (70, 4), rows * (bytes_a_row + 4 * tiles.LANES)),
     interpret=interpret,
   )
-  columns = tiles.columns_of(found, 5 + lanes.count(full))
+  columns = tiles.columns_of(packed, 5 + lanes.count(full))
   q, p = lanes.Sums(*columns[:3]), lanes.Sums(*columns[3:5])
   return q, p, terms.sound(terms.Terms(*columns[5:]), jnp.log(q.total), jnp.log(p.total))
 
@@ -236,11 +236,12 @@ def linear_fused(
   kernel = functools.partial(_linear_fused_kernel, chunk=chunk, full=full, tokens=picking)
   given = [rollout_lse, *_given(tokens)]
   options = max(fields, 3), lanes.PICKS + 3 + fields, temperature, None, interpret, (62, 3)
-  found = tiles.run(kernel, plan, sources, given, *options)[:, 0]
-  picked = found[: lanes.PICKS] if picking else [None, None]
-  q, summed = lanes.Sums(*found[lanes.PICKS : lanes.PICKS + 3], picked[0]), found[lanes.PICKS + 3 :]
-  found, p = _sound(terms.Terms(*summed[:-1]), jnp.log(q.total), rollout_lse, summed[-1])
-  return q, found, p, picked[1]
+  columns = tiles.run(kernel, plan, sources, given, *options)[:, 0]
+  picked = columns[: lanes.PICKS] if picking else [None, None]
+  q = lanes.Sums(*columns[lanes.PICKS : lanes.PICKS + 3], picked[0])
+  summed = columns[lanes.PICKS + 3 :]
+  totals, p = _sound(terms.Terms(*summed[:-1]), jnp.log(q.total), rollout_lse, summed[-1])
+  return q, totals, p, picked[1]
 
 
 # Kernel bodies.
@@ -258,18 +259,18 @@ def _fused_kernel(*refs, scaled, size, chunk, step, full):
       return [lanes.add_exponentials(s, x, inverse) for s, x in pairs]
 
     start = [lanes.nothing(step, True), lanes.nothing(step, False)]
-    found = lanes.fold(size, chunk, exponentials, start)
-    q, p = (lanes.over_lanes(s, inverse) for s in found)
+    sums = lanes.fold(size, chunk, exponentials, start)
+    q, p = (lanes.over_lanes(s, inverse) for s in sums)
     given = lanes.term_columns(q.top, jnp.log(q.total), p.top, jnp.log(p.total), inverse)
     given = lanes.wide(given)
     nothing = jnp.zeros((step, tiles.LANES), jnp.float32)
-    found = lanes.fold(
+    totals = lanes.fold(
       size,
       chunk,
       lambda s, *where: lanes.add_terms(s, *read(*where), given, inverse, full),
       [nothing] * lanes.count(full),
     )
-    columns = [*q[:3], *p[:2], *(t.sum(1, keepdims=True) for t in found)]
+    columns = [*q[:3], *p[:2], *(t.sum(1, keepdims=True) for t in totals)]
     out[rows, :] = lanes.pack(nothing, columns)
     return _
 
@@ -316,8 +317,8 @@ def _terms_kernel(*refs, plan, chunk, scaled, limited, full, tokens):
 
   @tiles.by_step(plan.block_rows, j == plan.grid[3] - 1)
   def _(rows):
-    found = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
-    out[rows, :] = lanes.pack(out[rows, :], found, lanes.PICKS)
+    columns = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
+    out[rows, :] = lanes.pack(out[rows, :], columns, lanes.PICKS)
 
 
 def _linear_fused_kernel(*refs, plan, chunk, scaled, limited, full, tokens):
@@ -347,8 +348,8 @@ def _linear_fused_kernel(*refs, plan, chunk, scaled, limited, full, tokens):
 
   @tiles.by_step(plan.block_rows, (t == 1) & (j == last))
   def _(rows):
-    found = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
-    out[rows, :] = lanes.pack(out[rows, :], found, lanes.PICKS + 3)
+    columns = [state[k, rows, :].sum(1, keepdims=True) for k in range(lanes.count(full) + 1)]
+    out[rows, :] = lanes.pack(out[rows, :], columns, lanes.PICKS + 3)
 
 
 def _sources(hidden, head, rollout):
@@ -359,9 +360,9 @@ def _sums(source, plan, temperature, tokens, weighted, real, chunk, interpret):
   picking, fields = tokens is not None, 2 + weighted
   kernel = functools.partial(_sums_kernel, chunk=chunk, weighted=weighted, tokens=picking)
   options = fields, lanes.PICKS + fields, temperature, real, interpret, (12, 1)
-  found = tiles.run(kernel, plan, [source], _given(tokens), *options)
-  picked = found[0] if picking else None
-  sums = [*found[lanes.PICKS :], None][:3]
+  columns = tiles.run(kernel, plan, [source], _given(tokens), *options)
+  picked = columns[0] if picking else None
+  sums = [*columns[lanes.PICKS :], None][:3]
   return lanes.merge(lanes.Sums(*sums, picked), 0, tiles.inverse(temperature))
 
 
@@ -370,16 +371,16 @@ def _terms(sources, plan, given, temperature, tokens, full, real, chunk, interpr
   columns = [*lanes.term_columns(*given, tiles.inverse(temperature)), *_given(tokens)]
   fields = lanes.count(full) + 1
   options = fields, lanes.PICKS + fields, temperature, real, interpret, (50, 2)
-  found = tiles.run(kernel, plan, sources, columns, *options).sum(1)
-  summed, p = _sound(terms.Terms(*found[lanes.PICKS : -1]), given[1], given[3], found[-1])
-  return summed, p, None if tokens is None else found[1]
+  totals = tiles.run(kernel, plan, sources, columns, *options).sum(1)
+  summed, p = _sound(terms.Terms(*totals[lanes.PICKS : -1]), given[1], given[3], totals[-1])
+  return summed, p, None if tokens is None else totals[1]
 
 
 def _given(tokens):
   return [] if tokens is None else [tokens]
 
 
-def _sound(found, log_sq, log_sp, mass):
+def _sound(totals, log_sq, log_sp, mass):
   """`terms.sound` of the summed terms and of the sum of p."""
-  found = terms.sound(found, log_sq, log_sp)
-  return found, jnp.where(jnp.isnan(found.tv), jnp.nan, mass)
+  totals = terms.sound(totals, log_sq, log_sp)
+  return totals, jnp.where(jnp.isnan(totals.tv), jnp.nan, mass)

@@ -136,9 +136,9 @@ def add_terms(state, pieces_q, pieces_p, columns, inverse, full):
     x = (b - centre_q) * inverse
     q, p = jnp.exp(x) * weight_q, jnp.exp((a - centre_p) * inverse) * weight_p
     d = terms.log_odds(b, a, *odds, inverse)
-    found = terms.pointwise(d, b, a, q, p, x - log_sq if full else None)
-    found = *found[: count(full)], p
-    state = [s + t for s, t in zip(state, found[: len(state)], strict=True)]
+    summands = terms.pointwise(d, b, a, q, p, x - log_sq if full else None)
+    summands = *summands[: count(full)], p
+    state = [s + t for s, t in zip(state, summands[: len(state)], strict=True)]
   return state
 
 
@@ -217,8 +217,8 @@ def picks(out, given, first, chunk, *sides):
       return [add_picked(s, x, place - start) for s, x in zip(state, pieces, strict=True)]
 
     nothing = jnp.zeros(place.shape, jnp.float32)
-    found = fold(width, chunk, add, [nothing] * len(sides))
-    for k, x in zip(sides, found, strict=True):
+    picked = fold(width, chunk, add, [nothing] * len(sides))
+    for k, x in zip(sides, picked, strict=True):
       out[rows, :] += pack(nothing, [x.sum(1, keepdims=True)], k)
 
   return body

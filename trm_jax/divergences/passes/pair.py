@@ -69,14 +69,14 @@ def sums(
   return Sums(top, w.sum(-1), terms.weighted(w, x).sum(-1) if entropy else None)
 
 
-def side(found: Sums, temperature) -> Side:
+def side(sums: Sums, temperature) -> Side:
   """The distribution that sums over the whole vocabulary describe; NaN where it has no mass."""
-  log_sum = jnp.log(found.total)
-  entropy = None if found.weighted is None else log_sum - found.weighted / found.total
+  log_sum = jnp.log(sums.total)
+  entropy = None if sums.weighted is None else log_sum - sums.weighted / sums.total
   logp = None
-  if found.picked is not None:
-    logp = _over(found.picked - found.top, temperature) - log_sum
-  return Side(found.top, log_sum, entropy, logp)
+  if sums.picked is not None:
+    logp = _over(sums.picked - sums.top, temperature) - log_sum
+  return Side(sums.top, log_sum, entropy, logp)
 
 
 def log_odds(b, a, policy: Side, rollout: Side, temperature):
@@ -92,8 +92,8 @@ def _terms(b, a, v, w, policy, rollout, temperature, full, store) -> terms.Terms
   d = log_odds(b, a, policy, rollout, temperature)
   q, p = v * weight(policy), w * weight(rollout)
   if not (full and store):
-    found = terms.pointwise(d, b, a, q, p, log_probs(b, policy, temperature) if full else None)
-    return terms.Terms(*(None if x is None else x.sum(-1) for x in found))
+    summands = terms.pointwise(d, b, a, q, p, log_probs(b, policy, temperature) if full else None)
+    return terms.Terms(*(None if x is None else x.sum(-1) for x in summands))
   # Five sums are five loops: what each of them needs is computed once.
   d, e = jax.lax.optimization_barrier((d, terms.excess(d)))
   kl, tv = terms.core(d, e, a, q, p)
@@ -234,11 +234,11 @@ def pick(logits, tokens, axis_name, vocab_size=None):
 def one(logits, tokens, temperature, axis_name, *, entropy=True, vocab_size=None) -> Side:
   """One distribution: 2 all-reduces."""
   place = dict(vocab_size=vocab_size, axis_name=axis_name)
-  found = local_sums(logits, temperature, entropy=entropy, **place)
+  sums = local_sums(logits, temperature, entropy=entropy, **place)
   if tokens is not None:
-    found = found._replace(picked=pick(logits, tokens, **place))
-  (found,) = merge((found,), temperature, axis_name)
-  return side(found, temperature)
+    sums = sums._replace(picked=pick(logits, tokens, **place))
+  (sums,) = merge((sums,), temperature, axis_name)
+  return side(sums, temperature)
 
 
 def compare(
@@ -252,12 +252,12 @@ def compare(
   vocab_size=None,
 ):
   """(policy side, rollout side, divergence sums over the whole vocabulary)."""
-  found, place = None, dict(vocab_size=vocab_size, axis_name=axis_name)
+  totals, place = None, dict(vocab_size=vocab_size, axis_name=axis_name)
   if axis_name is None:
     options = dict(full=full, vocab_size=vocab_size)
     plain = lambda *xs, **store: fused(*xs, temperature, **options, **store)
     kernel = lambda *xs: kernels.fused(*xs, temperature, **options)
-    policy, rollout, found = _chosen(plain, kernel, policy_logits, rollout_logits)
+    policy, rollout, totals = _chosen(plain, kernel, policy_logits, rollout_logits)
   else:
     policy = local_sums(policy_logits, temperature, **place)
     rollout = local_sums(rollout_logits, temperature, entropy=False, **place)
@@ -265,11 +265,11 @@ def compare(
     policy = policy._replace(picked=pick(policy_logits, tokens, **place))
     rollout = rollout._replace(picked=pick(rollout_logits, tokens, **place))
   policy, rollout = (side(s, temperature) for s in merge((policy, rollout), temperature, axis_name))
-  if found is None:
+  if totals is None:
     sides = policy, rollout, temperature
-    found = local_terms(policy_logits, rollout_logits, *sides, full=full, **place)
-    found = vocabulary.add_up(found, axis_name)
-  return policy, rollout, terms.sound(found, policy.log_sum, rollout.log_sum)
+    totals = local_terms(policy_logits, rollout_logits, *sides, full=full, **place)
+    totals = vocabulary.add_up(totals, axis_name)
+  return policy, rollout, terms.sound(totals, policy.log_sum, rollout.log_sum)
 
 
 # Gradients, in closed form: elementwise in the logits, which is all that XLA needs to fuse them.
@@ -295,12 +295,12 @@ def shared(value: Array, seed: Array, logits: Array, axis_name: str | None) -> A
   return jax.lax.stop_gradient(value) + jax.lax.psum(seed, axis_name)
 
 
-def score_gradient(logits, tokens, temperature, found: Side, to_logp, to_entropy, axis_name):
+def score_gradient(logits, tokens, temperature, side: Side, to_logp, to_entropy, axis_name):
   """Cotangent of the logits, given those of the log-probs of `tokens` and of the entropy.
 
   to_logp (1[v = token] - q) - to_entropy q (log q + H),   0 where both are 0, whatever q holds
   """
-  log_q = log_probs(logits.astype(jnp.float32), found, temperature)
+  log_q = log_probs(logits.astype(jnp.float32), side, temperature)
   q = jnp.exp(log_q)
   g, live = 0.0, False
   if to_logp is not None:
@@ -309,7 +309,7 @@ def score_gradient(logits, tokens, temperature, found: Side, to_logp, to_entropy
     hit = (index == local[..., None]) & here[..., None]
     g, live = jnp.where(hit, to_logp[..., None], 0) - to_logp[..., None] * q, to_logp != 0
   if to_entropy is not None:
-    slope = terms.weighted(q, log_q) + q * found.entropy[..., None]
+    slope = terms.weighted(q, log_q) + q * side.entropy[..., None]
     g, live = g - to_entropy[..., None] * slope, live | (to_entropy != 0)
   g = jnp.where(live[..., None], g, 0)
   return (g if temperature is None else g / temperature).astype(logits.dtype)

@@ -100,13 +100,13 @@ def pointwise(d, b, a, q, p, log_q=None) -> Terms:
   return Terms(kl, tv, reverse(d, e, b, q, p), chi2(d, e, b, q, p, jnp.exp(log_q + d)), q * q)
 
 
-def sound(found, log_sum_q, log_sum_p):
+def sound(totals, log_sum_q, log_sum_p):
   """The sums, NaN in every one of a position without a distribution on either side.
 
   Maxima of summands may have dropped it: see `extremes`.
   """
-  has = jnp.isfinite(log_sum_q) & jnp.isfinite(log_sum_p) & ~jnp.isnan(found.tv)
-  return jax.tree.map(lambda x: jnp.where(has, x, jnp.nan), found)
+  has = jnp.isfinite(log_sum_q) & jnp.isfinite(log_sum_p) & ~jnp.isnan(totals.tv)
+  return jax.tree.map(lambda x: jnp.where(has, x, jnp.nan), totals)
 
 
 def core(d, e, a, q, p):

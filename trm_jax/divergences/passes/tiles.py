@@ -271,7 +271,7 @@ def run(kernel, plan, sources, given, fields, columns, temperature, real, interp
   out = plan.shares, plan.rows, LANES
   products = [s for s in sources if len(s) == 2]
   depth = sum(s[0].shape[1] for s in [*products, *products[: plan.sweeps - 1]])
-  found = call(
+  packed = call(
     functools.partial(kernel, plan=plan, scaled=scaled, limited=len(numbers) > scaled),
     [*numbers, *(x for s in sources for x in s), *given],
     grid=plan.grid,
@@ -288,7 +288,7 @@ def run(kernel, plan, sources, given, fields, columns, temperature, real, interp
     ),
     interpret=interpret,
   )
-  return columns_of(found, columns)
+  return columns_of(packed, columns)
 
 
 def columns_of(packed, count: int):
@@ -296,9 +296,9 @@ def columns_of(packed, count: int):
 
   The layout has them all copied in one read; slices would each read 512 bytes a row.
   """
-  found = jnp.moveaxis(packed[..., :count], -1, 0)
-  rows_last = layout.Layout(major_to_minor=tuple(range(found.ndim)))
-  return layout.with_layout_constraint(found, rows_last)
+  columns = jnp.moveaxis(packed[..., :count], -1, 0)
+  rows_last = layout.Layout(major_to_minor=tuple(range(columns.ndim)))
+  return layout.with_layout_constraint(columns, rows_last)
 
 
 def cost(entries, work, moved):
