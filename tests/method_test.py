@@ -506,7 +506,7 @@ def test_every_named_method_runs_and_is_the_plain_loss_for_equal_policies(name):
 @pytest.mark.parametrize(
   'setting, word',
   [
-    (dict(name='nothing'), "method.name='nothing' is not one of ratio"),
+    (dict(name='nothing'), "method.name='nothing' is no method of the catalogue; the nearest are"),
     (dict(name='method_test:NOTHING'), 'cannot be found'),
     (dict(name='method_test:B'), 'is a int'),
     (dict(name='tis', surrogate='clip'), 'both say what the objective is'),

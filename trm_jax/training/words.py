@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -243,9 +244,10 @@ def named(word: str) -> objectives.Named:
   if word in objectives.METHODS:
     return objectives.METHODS[word]
   if ':' not in word:
+    near = ', '.join(difflib.get_close_matches(word, objectives.METHODS, n=3, cutoff=0))
     raise InputError(
-      f'method.name={word!r} is not one of {", ".join(objectives.METHODS)}; give one of these, or'
-      ' module:NAME of your own.'
+      f'method.name={word!r} is no method of the catalogue; the nearest are {near}.'
+      ' trm_jax.methods() prints all of them, and module:NAME takes one of your own.'
     )
   row = _imported(word, 'method.name')
   if not isinstance(row, objectives.Named):
