@@ -455,6 +455,17 @@ def test_gradient_goes_to_logp_alone_and_not_to_rejected_rows(name):
     assert (np.asarray(slopes[other]) == 0).all(), other
 
 
+@pytest.mark.parametrize('name', ['kl_cov', 'optimal_token_baseline'])
+@pytest.mark.parametrize('field', ['logp', 'recomputed_logp'])
+def test_a_row_that_cannot_be_judged_spoils_no_other(name, field):
+  method, s = objectives.METHODS[name].make(), scored(spread=0.05)
+  s = dataclasses.replace(s, usable=jnp.arange(B) != 4)
+  s = dataclasses.replace(s, **{field: getattr(s, field).at[4].set(jnp.nan)})
+  total = lambda x: evaluated(method, dataclasses.replace(s, logp=x))[0].total
+  value, slope = jax.value_and_grad(total)(s.logp)
+  assert np.isfinite(value) and np.isfinite(slope[s.valid]).all() and (slope[4] == 0).all()
+
+
 def test_masks_may_judge_the_anchor():
   s = scored()
   _, rollout, recomputed, valid = doubles(s)

@@ -196,6 +196,8 @@ def _optimal(scored, keep, *, group_size=None, groups=None, pool='all', weight=N
     energy = energy * jnp.square(weight(scored))
   energy = jnp.where(valid, jnp.cumsum(jnp.where(valid, energy, 0), -1), 0)
   member = valid if pool in ('all', 'loo') else valid & keep[:, None]
+  # What a row that cannot be judged does not know must not spread to its group.
+  member = member & (scored.usable[:, None] | jnp.isfinite(energy))
   # A row's t-th token of its own at slot t, so that rows are summed at the same t.
   order = jnp.argsort(~valid, axis=-1, stable=True)
   energy, member = (jnp.take_along_axis(x, order, -1) for x in (energy, member))

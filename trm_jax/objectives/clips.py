@@ -268,7 +268,10 @@ def kl_cov(
   that is not finite counts as 0 in the covariance.
   """
   d = _log_ratio(scored, anchor)
-  r, drift = ratio(d, scored.valid), d * _sg(jnp.sign(d))  # no slope where d is 0
+  # No slope where d is 0, and none that is NaN where it is not finite.
+  r, finite = ratio(d, scored.valid), jnp.isfinite(d)
+  near = jnp.where(finite, d, 0)
+  drift = jnp.where(finite, near * _sg(jnp.sign(near)), _sg(jnp.abs(d)))
   cov, counted = gates.covariance(scored, advantages)
   every, all_counted = scored.everywhere(cov), scored.everywhere(counted)
   size = jnp.clip(jnp.floor(all_counted.sum() * share), 1, None).astype(jnp.int32)
